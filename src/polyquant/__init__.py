@@ -1,0 +1,40 @@
+"""polyquant: one quantized tensor for every Python array library.
+
+    import polyquant as pq
+    q = pq.quantize(weight, "nf4")      # NumPy, torch, JAX: the same codes and scales, bit for bit
+    y = x @ q.T                         # dispatched to the best kernel that can
+"""
+
+from polyquant import errors
+from polyquant.data import TensorData
+from polyquant.dispatch import device_of, devices, explain, supports
+from polyquant.ops import is_quantized, linear, matmul, quantize, same_backend
+from polyquant.qtensor import QTensor, from_data
+from polyquant.scheme import Offset, QuantScheme, presets, scheme
+from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Offset",
+    "QTensor",
+    "QuantMode",
+    "QuantScheme",
+    "QuantStore",
+    "QuantValue",
+    "ScaleDtype",
+    "TensorData",
+    "device_of",
+    "devices",
+    "errors",
+    "explain",
+    "from_data",
+    "is_quantized",
+    "linear",
+    "matmul",
+    "presets",
+    "quantize",
+    "same_backend",
+    "scheme",
+    "supports",
+]

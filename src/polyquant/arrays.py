@@ -1,0 +1,178 @@
+"""Arrays of any library: which backend owns one, and the few things that libraries do differently.
+
+Everything else is written against the Python array API standard, through array-api-compat. A
+library is recognised by the class of the array, so none is ever imported to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from array_api_compat import array_namespace
+
+from polyquant.errors import BackendMissing, NotAnArray, UnknownDevice
+
+Array = Any
+HostArray = npt.NDArray[Any]
+
+#: Dtypes that quantize takes and dequantize gives.
+FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One array library: what it answers in its own way. See backends/ for each.
+
+    ``kernels`` maps a kind of device ("cpu", "cuda") to the modules that serve it, best first.
+    """
+
+    name: str
+    is_array: Callable[[Any], bool]
+    is_traced: Callable[[Array], bool]
+    device_of: Callable[[Array], str]
+    canonical_device: Callable[[str], str]
+    devices: Callable[[], tuple[str, ...]]
+    to_host: Callable[[Array], HostArray]
+    from_host: Callable[[HostArray, str], Array]
+    move: Callable[[Array, str], Array]
+    kernels: Mapping[str, tuple[str, ...]]
+
+
+#: Backend -> its module. A new backend is one line here and one file.
+BACKENDS: Mapping[str, str] = MappingProxyType(
+    {
+        "numpy": "polyquant.backends.numpy",
+        "torch": "polyquant.backends.torch",
+        "jax": "polyquant.backends.jax",
+    }
+)
+#: Top-level module of an array's class -> backend.
+_OWNERS = MappingProxyType({"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax"})
+#: What serves the arrays of a library that has no line above but follows the standard.
+_STANDARD = "polyquant.backends.standard"
+
+
+@cache
+def backend(name: str) -> Backend:
+    """The backend of that name. Raises UnknownDevice, or BackendMissing when it cannot be used."""
+    if name not in BACKENDS:
+        raise UnknownDevice(
+            device=name, reason="no backend has that name", known=", ".join(BACKENDS)
+        )
+    try:
+        module = import_module(BACKENDS[name])
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # absent, or broken
+        raise BackendMissing(
+            backend=name, reason=str(error), fix=f"Run: pip install 'polyquant[{name}]'"
+        ) from error
+    found: Backend = module.BACKEND
+    return found
+
+
+def backend_of(array: Array, role: str = "The operand") -> Backend:
+    """The backend whose array this is. Raises NotAnArray."""
+    found = find_backend(array)
+    if found is None:
+        raise NotAnArray(role=role, got=describe(array))
+    return found
+
+
+def find_backend(array: Any) -> Backend | None:
+    """The backend whose array this is, or None."""
+    name = _owner(type(array))
+    if name is not None:
+        candidate = _standard(name) if name not in BACKENDS else backend(name)
+        return candidate if candidate.is_array(array) else None
+    return None
+
+
+@cache
+def _owner(cls: type) -> str | None:
+    for base in cls.__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in _OWNERS:
+            return _OWNERS[root]
+    if hasattr(cls, "__array_namespace__"):
+        return cls.__module__.partition(".")[0]
+    return None
+
+
+@cache
+def _standard(name: str) -> Backend:
+    made: Backend = import_module(_STANDARD).make_backend(name)
+    return made
+
+
+def backend_of_device(device: str) -> tuple[Backend, str]:
+    """The backend of a device text such as "torch:cuda:0", and the device's full name.
+
+    Raises UnknownDevice or BackendMissing.
+    """
+    if not isinstance(device, str):
+        raise UnknownDevice(
+            device=device, reason="a device is a text such as 'torch:cpu'", known=", ".join(BACKENDS)
+        )
+    found = backend(device.partition(":")[0])
+    return found, found.canonical_device(device)
+
+
+def device_kind(device: str) -> str:
+    """ "cuda" for "torch:cuda:0", "cpu" for "numpy": what a table of kernels is keyed by."""
+    parts = device.split(":")
+    return parts[1] if len(parts) > 1 else "cpu"
+
+
+def namespace(array: Array) -> Any:
+    """The array API namespace of an array."""
+    return array_namespace(array)
+
+
+def dtype_name(array: Array) -> str:
+    """The name of an array's dtype without its library: "float32", "bfloat16", "uint8"."""
+    kind = array.dtype
+    name = getattr(kind, "name", None)
+    return name if isinstance(name, str) else str(kind).rpartition(".")[2]
+
+
+def dtype(xp: Any, name: str) -> Any:
+    """A namespace's dtype of that name.
+
+    NumPy's bfloat16 is ml_dtypes'. A namespace without the 16-bit floats (a bare standard one)
+    holds their numbers, which stay on the 16-bit grid, in float32.
+    """
+    found = getattr(xp, name, None)
+    if found is not None:
+        return found
+    return np.dtype(ml_dtypes.bfloat16) if _is_numpy(xp) and name == "bfloat16" else xp.float32
+
+
+def _is_numpy(xp: Any) -> bool:
+    return bool(xp.__name__.rpartition(".")[2] == "numpy" and "jax" not in xp.__name__)
+
+
+def place(like: Array) -> dict[str, Any]:
+    """The keywords that make a new array beside ``like``. Only torch needs to be told where."""
+    return {"device": like.device} if hasattr(like, "to") and hasattr(like, "device") else {}
+
+
+def constant(like: Array, values: HostArray) -> Array:
+    """A small host table as an array beside ``like``: same library, same device."""
+    owner = backend_of(like)
+    return owner.from_host(values, "" if owner.is_traced(like) else owner.device_of(like))
+
+
+def describe(thing: Any) -> str:
+    """An operand in words for messages: device, dtype and shape, or its type."""
+    owner = find_backend(thing)
+    if owner is None:
+        return f"a {type(thing).__module__}.{type(thing).__qualname__}"
+    shape = tuple(thing.shape)
+    return f"a {dtype_name(thing)} array of shape {shape} on {owner.device_of(thing)}"

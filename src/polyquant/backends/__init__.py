@@ -1,0 +1,1 @@
+"""One module or folder per array library; the only places that name it."""

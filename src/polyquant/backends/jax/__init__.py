@@ -1,0 +1,68 @@
+"""JAX: devices ``jax:cpu:N``, ``jax:cuda:N``, ... ; arrays under a tracer count as traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from polyquant.arrays import Backend, HostArray
+from polyquant.errors import UnknownDevice
+
+
+def _is_traced(array: Any) -> bool:
+    return isinstance(array, jax.core.Tracer)
+
+
+def _name(device: Any) -> str:
+    return f"jax:{device.platform}:{device.id}"
+
+
+def _device_of(array: Any) -> str:
+    """The device that holds an array. A tracer counts as on the default device."""
+    if isinstance(array, jax.core.Tracer):
+        return _name(jax.devices()[0])
+    return _name(next(iter(array.devices())))
+
+
+def _canonical_device(device: str) -> str:
+    _, _, rest = device.partition(":")
+    kind, _, index = rest.partition(":")
+    full = f"jax:{kind}:{index or 0}" if kind else _devices()[0]
+    if full not in _devices():
+        reason = "jax does not see it on this machine"
+        raise UnknownDevice(device=device, reason=reason, known=", ".join(_devices()))
+    return full
+
+
+def _devices() -> tuple[str, ...]:
+    return tuple(_name(device) for device in jax.devices())
+
+
+def _from_host(array: HostArray, device: str) -> Any:
+    made = jax.numpy.asarray(array)
+    return _move(made, device) if device else made
+
+
+def _move(array: Any, device: str) -> Any:
+    return jax.device_put(array, next(d for d in jax.devices() if _name(d) == device))
+
+
+BACKEND = Backend(
+    name="jax",
+    is_array=lambda x: isinstance(x, jax.Array),
+    is_traced=_is_traced,
+    device_of=_device_of,
+    canonical_device=_canonical_device,
+    devices=_devices,
+    to_host=lambda x: np.asarray(x),
+    from_host=_from_host,
+    move=_move,
+    kernels={"*": ("polyquant.backends.definition",)},
+)
+
+
+def array_function(function: Any) -> str | None:
+    """JAX has no function protocol: operators reach the tensor through Python's own."""
+    return None

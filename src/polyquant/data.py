@@ -1,0 +1,163 @@
+"""The host form of a quantized tensor: one run of bytes, a shape and a scheme.
+
+``bytes = codes | scales | tensor scale (f32) | offsets | table (f32)``, little-endian, no padding in
+between. Scales that are quantized themselves stand there as their own such run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from polyquant.arrays import HostArray
+from polyquant.codec import line_size_bytes
+from polyquant.errors import CorruptData, DataLength, InvalidAxes
+from polyquant.scheme import QuantScheme
+from polyquant.tables import check_table
+from polyquant.values import QuantMode, QuantValue, ScaleDtype
+
+
+class Part(NamedTuple):
+    """One stored array: its dotted name ("data", "scales", "scales.table", ...), dtype, shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    scheme: QuantScheme
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * host_dtype(self.dtype).itemsize
+
+
+def host_dtype(name: str) -> np.dtype[np.generic]:
+    """The little-endian NumPy dtype of a storage dtype."""
+    if name == "bfloat16":
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name).newbyteorder("<")
+
+
+def parts(scheme: QuantScheme, shape: Sequence[int]) -> Iterator[Part]:
+    """The stored arrays of a tensor of that scheme and stored shape, in the order of the bytes."""
+    lines, length = (tuple(shape[:-1]), shape[-1]) if shape else ((), 1)
+    size = line_size_bytes(length, scheme.bits, scheme.store)
+    yield Part("data", "uint8", (*lines, size), scheme)
+    grid = scheme.scale_shape(shape)
+    yield from _grid_parts("scales", scheme.scale, grid, scheme)
+    if scheme.tensor_scale is not None:
+        yield Part("tensor_scale", "float32", (), scheme)
+    if scheme.offset is not None:
+        yield from _grid_parts("offsets", scheme.offset.dtype, grid, scheme)
+    if scheme.mode is QuantMode.LOOKUP:
+        yield Part("table", "float32", (2**scheme.bits,), scheme)
+
+
+def _grid_parts(
+    name: str, dtype: ScaleDtype | QuantValue | QuantScheme, grid: tuple[int, ...], owner: QuantScheme
+) -> Iterator[Part]:
+    if isinstance(dtype, QuantScheme):
+        for inner in parts(dtype, grid):
+            yield inner._replace(name=f"{name}.{inner.name}")
+    elif isinstance(dtype, QuantValue):
+        yield Part(name, "uint8", grid, owner)
+    else:
+        yield Part(name, dtype.storage, grid, owner)
+
+
+def data_size_bytes(scheme: QuantScheme, shape: Sequence[int]) -> int:
+    """The exact length of the bytes of a tensor of that scheme and stored shape."""
+    return sum(part.nbytes for part in parts(scheme, shape))
+
+
+@dataclass(frozen=True)
+class TensorData:
+    """What is saved, sent and compared: equal tensors have equal ``TensorData``.
+
+    ``shape`` is the logical shape; logical axis ``i`` is stored axis ``axes[i]``, and the bytes are
+    those of the stored order. Raises DataLength or InvalidAxes when made of parts that disagree.
+    """
+
+    bytes: bytes
+    shape: tuple[int, ...]
+    scheme: QuantScheme
+    axes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_axes(self.axes, self.shape)
+        wanted = data_size_bytes(self.scheme, self.stored_shape)
+        if len(self.bytes) != wanted:
+            raise DataLength(
+                what="TensorData",
+                scheme=str(self.scheme),
+                shape=self.shape,
+                wanted=wanted,
+                got=len(self.bytes),
+            )
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in the order of the stored axes."""
+        return stored_shape(self.shape, self.axes)
+
+    def parts(self) -> dict[str, HostArray]:
+        """The stored arrays by name, as read-only views of the bytes."""
+        found, at = {}, 0
+        for part in parts(self.scheme, self.stored_shape):
+            run = self.bytes[at : at + part.nbytes] if part.nbytes else b""
+            found[part.name] = np.frombuffer(run, host_dtype(part.dtype)).reshape(part.shape)
+            at += part.nbytes
+        return found
+
+
+def join(arrays: Mapping[str, HostArray], scheme: QuantScheme, shape: Sequence[int]) -> bytes:
+    """The bytes of a tensor from its stored arrays."""
+    return b"".join(
+        np.ascontiguousarray(arrays[part.name], dtype=host_dtype(part.dtype)).tobytes()
+        for part in parts(scheme, shape)
+    )
+
+
+def stored_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+    """The stored shape of a tensor whose logical axis ``i`` is stored axis ``axes[i]``."""
+    stored = [0] * len(shape)
+    for logical, axis in enumerate(axes):
+        stored[axis] = shape[logical]
+    return tuple(stored)
+
+
+def check_axes(axes: Sequence[int], shape: Sequence[int]) -> None:
+    """Raise InvalidAxes unless ``axes`` is a permutation of the axes of ``shape``."""
+    if sorted(axes) != list(range(len(shape))):
+        raise InvalidAxes(got=tuple(axes), rank=len(shape), shape=tuple(shape))
+
+
+def check_numbers(arrays: Mapping[str, HostArray], scheme: QuantScheme, shape: Sequence[int]) -> None:
+    """Raise CorruptData or a table error where stored numbers cannot be what they claim.
+
+    Scales, offsets and tensor scales must be finite; a named table must hold its own entries.
+    """
+    for part in parts(scheme, shape):
+        array, kind = arrays[part.name], part.name.rpartition(".")[2]
+        if kind == "table":
+            check_table(array, str(part.scheme.table), part.scheme.bits)
+        elif kind in ("scales", "tensor_scale", "offsets"):
+            _check_finite(array, part, kind)
+
+
+def _check_finite(array: HostArray, part: Part, kind: str) -> None:
+    if part.dtype == "uint8":
+        if kind == "offsets":
+            return
+        limit = 0xFE if part.scheme.scale is ScaleDtype.UE8M0 else 0x7E
+        bad = array > limit
+    else:
+        bad = ~np.isfinite(array.astype(np.float32))
+    if bad.any():
+        index = tuple(int(i) for i in np.argwhere(bad)[0])
+        reason = f"{int(bad.sum())} of its numbers are NaN or infinite, the first at {index}"
+        raise CorruptData(what=part.name, reason=reason)

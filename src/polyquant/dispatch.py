@@ -1,0 +1,310 @@
+"""Dispatch: one device for all operands, then the best kernel that says it can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from polyquant.arrays import (
+    BACKENDS,
+    FLOAT_DTYPES,
+    Backend,
+    backend,
+    backend_of,
+    backend_of_device,
+    describe,
+    device_kind,
+    dtype_name,
+    find_backend,
+)
+from polyquant.errors import (
+    BackendMismatch,
+    BackendMissing,
+    DeviceMismatch,
+    KernelRefused,
+    NoKernel,
+    NotAnArray,
+    UnknownName,
+)
+from polyquant.kernel import Kernel, Problem, bucket
+from polyquant.qtensor import QTensor
+from polyquant.scheme import QuantScheme
+from polyquant.scheme import scheme as as_scheme
+
+#: Operations that kernels compute. ("linear" is a product and a sum.)
+OPS = ("matmul", "quantize", "dequantize")
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a device can run an op on a scheme: truthy or falsy, with the reason and kernel."""
+
+    ok: bool
+    reason: str
+    kernel: str | None
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel would run a problem, and why each better one would not."""
+
+    problem: Problem
+    kernel: str | None
+    reasons: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        chosen = self.kernel or "nothing: there is no kernel for it"
+        refused = [f"  not {name}: {reason}" for name, reason in self.reasons]
+        return "\n".join([f"{self.problem}", f"  runs {chosen}", *refused])
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One line of ``pq.devices()``: a device that is usable, or a backend that is not and why."""
+
+    name: str
+    usable: bool
+    note: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.note}"
+
+
+# -- devices ----------------------------------------------------------------------------------
+
+
+def device_of(operand: Any) -> str | None:
+    """The device of an array or QTensor ("torch:cuda:0"); None for plain Python numbers.
+
+    Raises NotAnArray for anything else.
+    """
+    if isinstance(operand, QTensor):
+        return operand.device
+    owner = find_backend(operand)
+    if owner is not None:
+        return owner.device_of(operand)
+    if isinstance(operand, int | float | complex):
+        return None
+    raise NotAnArray(role="device_of", got=describe(operand))
+
+
+def devices() -> list[DeviceInfo]:
+    """Every device that is usable here, and for each other backend what is missing."""
+    found = []
+    for name in BACKENDS:
+        try:
+            names = backend(name).devices()
+        except BackendMissing as missing:
+            note = f"not usable: {missing.facts['reason']}. {missing.facts['fix']}"
+            found.append(DeviceInfo(name, False, note))
+            continue
+        found += [DeviceInfo(device, True, _kernels_note(device)) for device in names]
+    return found
+
+
+def _kernels_note(device: str) -> str:
+    owner, device = backend_of_device(device)
+    fast = [
+        k.name for k in kernels(owner.name, device_kind(device)) if "definition" not in k.name
+    ]
+    if not fast:
+        return "usable, with the definition alone: every scheme and op, no fast kernels"
+    return f"usable, with {', '.join(fast)} and the definition"
+
+
+def check_one_device(op: str, operands: Sequence[tuple[str, Any]]) -> Backend:
+    """The backend that all operands share; ``operands`` are (role, array or QTensor).
+
+    Raises NotAnArray, BackendMismatch or DeviceMismatch, naming both operands and what mends it.
+    """
+    first_role, first = operands[0]
+    owner, device = _place(first_role, first)
+    for role, other in operands[1:]:
+        other_owner, other_device = _place(role, other)
+        if other_device == device:
+            continue
+        same_library = other_owner is owner
+        error = DeviceMismatch if same_library else BackendMismatch
+        facts = {
+            "op": op,
+            "left_role": first_role,
+            "left": _in_words(first),
+            "right_role": role,
+            "right": _in_words(other),
+            "fix": _fix((first_role, first, device), (role, other, other_device)),
+        }
+        raise error(**facts)
+    return owner
+
+
+def _place(role: str, operand: Any) -> tuple[Backend, str]:
+    if isinstance(operand, QTensor):
+        return backend_of(operand.data), operand.device
+    owner = backend_of(operand, role)
+    return owner, owner.device_of(operand)
+
+
+def _in_words(operand: Any) -> str:
+    if isinstance(operand, QTensor):
+        return f"a {operand.scheme} QTensor of shape {operand.shape} on {operand.device}"
+    return describe(operand)
+
+
+def _fix(first: tuple[str, Any, str], second: tuple[str, Any, str]) -> str:
+    """The one call that mends a mismatch: move a quantized operand to the other's device."""
+    for (role, operand, _), (_, _, target) in ((second, first), (first, second)):
+        if isinstance(operand, QTensor):
+            return f"call {role}.to({target!r})"
+    return f"bring {second[0]} to {first[2]!r} with its own library"
+
+
+# -- kernels ----------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def kernels(backend_name: str, kind: str) -> tuple[Kernel, ...]:
+    """The kernels of one kind of device of a backend, best first."""
+    table = _any_backend(backend_name).kernels
+    modules = table.get(kind) or table.get("*") or table["cpu"]
+    return tuple(kernel for module in modules for kernel in import_module(module).KERNELS)
+
+
+def _any_backend(name: str) -> Backend:
+    if name in BACKENDS:
+        return backend(name)
+    made: Backend = import_module("polyquant.backends.standard").make_backend(name)
+    return made
+
+
+@lru_cache(maxsize=4096)
+def choose(backend_name: str, problem: Problem, pinned: str | None = None) -> Kernel:
+    """The first kernel that does not say why not. Raises NoKernel, or KernelRefused if pinned."""
+    candidates = [
+        kernel
+        for kernel in kernels(backend_name, problem.device_kind)
+        if kernel.op == problem.op
+    ]
+    if pinned is not None:
+        return _pinned(candidates, problem, pinned)
+    reasons = []
+    for kernel in candidates:
+        reason = kernel.why_not(problem)
+        if reason is None:
+            return kernel
+        reasons.append(f"  {kernel.name}: {reason}")
+    raise NoKernel(problem=str(problem), reasons="\n".join(reasons) or "  (none exists)")
+
+
+def _pinned(candidates: list[Kernel], problem: Problem, pinned: str) -> Kernel:
+    kernel = next((k for k in candidates if k.name == pinned), None)
+    known = ", ".join(k.name for k in candidates)
+    reason = f"there is none of that name; known: {known}"
+    if kernel is not None:
+        reason_or_none = kernel.why_not(problem)
+        if reason_or_none is None:
+            return kernel
+        reason = reason_or_none
+    raise KernelRefused(kernel=pinned, problem=str(problem), reason=reason)
+
+
+def matmul_problem(a: Any, b: Any, device: str, option: str = "") -> Problem:
+    """The facts of a product of two operands whose shapes fit."""
+    a_shape, b_shape = a.shape, b.shape
+    m = a_shape[-2] if len(a_shape) > 1 else 1
+    n = b_shape[-1] if len(b_shape) > 1 else 1
+    return Problem(
+        "matmul",
+        device_kind(device),
+        a.scheme if isinstance(a, QTensor) else dtype_name(a),
+        b.scheme if isinstance(b, QTensor) else dtype_name(b),
+        (
+            a.axes if isinstance(a, QTensor) else None,
+            b.axes if isinstance(b, QTensor) else None,
+        ),
+        bucket(m),
+        bucket(n),
+        bucket(a_shape[-1]),
+        option,
+    )
+
+
+def one_operand_problem(op: str, operand: Any, device: str, option: str = "") -> Problem:
+    """The facts of quantize or dequantize."""
+    what = operand.scheme if isinstance(operand, QTensor) else dtype_name(operand)
+    layout = (operand.axes if isinstance(operand, QTensor) else None,)
+    return Problem(op, device_kind(device), what, None, layout, option=option)
+
+
+def explain(op: str, *operands: Any) -> Explanation:
+    """Which kernel would run ``op`` on these operands, and why each other one would not.
+
+    Runs nothing. Raises UnknownName for an op without kernels, and the mismatch errors.
+    """
+    if op == "linear" and len(operands) >= 2:
+        op, operands = "matmul", (operands[0], operands[1].mT)
+    wanted = {"matmul": 2, "quantize": 1, "dequantize": 1}
+    if op not in wanted:
+        known = ", ".join((*OPS, "linear"))
+        raise UnknownName(what="op with kernels", got=op, known=known, nearest="matmul")
+    roles = [(f"operand {i + 1}", operand) for i, operand in enumerate(operands[: wanted[op]])]
+    owner = check_one_device(op, roles)
+    device = device_of(operands[0]) or ""
+    if op == "matmul":
+        problem = matmul_problem(operands[0], operands[1], device)
+    else:
+        problem = one_operand_problem(op, operands[0], device)
+    return explain_problem(owner.name, problem)
+
+
+def explain_problem(backend_name: str, problem: Problem) -> Explanation:
+    """``explain`` for facts alone."""
+    reasons = []
+    for kernel in kernels(backend_name, problem.device_kind):
+        if kernel.op != problem.op:
+            continue
+        reason = kernel.why_not(problem)
+        if reason is None:
+            return Explanation(problem, kernel.name, tuple(reasons))
+        reasons.append((kernel.name, reason))
+    return Explanation(problem, None, tuple(reasons))
+
+
+def supports(
+    device: str,
+    scheme: QuantScheme | str,
+    op: str = "matmul",
+    *,
+    other: QuantScheme | str = "float32",
+    m: int = 1,
+    n: int = 4096,
+    k: int = 4096,
+) -> Support:
+    """Whether ``device`` can run ``op`` on ``scheme``, and with which kernel.
+
+    For a product, ``other`` is the left operand: a dtype name or a scheme. Raises UnknownDevice and
+    what a scheme raises; a backend that is missing is an answer, not an error.
+    """
+    made = as_scheme(scheme)
+    if op not in OPS:
+        raise UnknownName(what="op with kernels", got=op, known=", ".join(OPS), nearest="matmul")
+    try:
+        owner, device = backend_of_device(device)
+    except BackendMissing as missing:
+        return Support(False, str(missing), None)
+    kind = device_kind(device)
+    if op == "matmul":
+        left = str(other) if str(other) in FLOAT_DTYPES else as_scheme(other)
+        sizes = (bucket(m), bucket(n), bucket(k))
+        problem = Problem(op, kind, left, made, (None, (1, 0)), *sizes)
+    else:
+        problem = Problem(op, kind, made)
+    found = explain_problem(owner.name, problem)
+    if found.kernel is not None:
+        return Support(True, f"{found.kernel} runs it", found.kernel)
+    return Support(False, "; ".join(f"{name}: {why}" for name, why in found.reasons), None)

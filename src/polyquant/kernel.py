@@ -1,0 +1,58 @@
+"""What a kernel is, and the facts that it is chosen by.
+
+A kernel module ends with ``KERNELS = (Kernel(...), ...)``. ``why_not`` answers in words why a kernel
+cannot run a problem, or None when it can; dispatch, ``explain``, ``supports``, the generated support
+table and the skips of tests all ask that one function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from polyquant.scheme import QuantScheme
+
+
+class Problem(NamedTuple):
+    """The facts of one call: hashable, printable, no arrays.
+
+    ``a`` and ``b`` are a scheme for a quantized operand and a dtype name for a float one; ``b`` is
+    None where there is one operand. ``layout`` holds each quantized operand's axis order, or None.
+    ``m, n, k`` are the extents of a product, rounded up to powers of two; 0 where they mean nothing.
+    """
+
+    op: str
+    device_kind: str
+    a: QuantScheme | str
+    b: QuantScheme | str | None = None
+    layout: tuple[tuple[int, ...] | None, ...] = ()
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    option: str = ""
+
+    def __str__(self) -> str:
+        operands = f"{self.a}" if self.b is None else f"{self.a} x {self.b}"
+        size = f", m<={self.m} n<={self.n} k<={self.k}" if self.op == "matmul" else ""
+        option = f", {self.option}" if self.option else ""
+        return f"{self.op} of {operands} on {self.device_kind}{size}{option}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute one op: its dotted name, when it cannot run, and how it runs.
+
+    ``run`` takes the op's operands and keywords; a kernel of "quantize" takes the array, the
+    scheme and the calibration.
+    """
+
+    name: str
+    op: str
+    why_not: Callable[[Problem], str | None]
+    run: Callable[..., Any]
+
+
+def bucket(extent: int) -> int:
+    """An extent rounded up to a power of two, so that few problems stand for many shapes."""
+    return 1 << max(extent - 1, 0).bit_length() if extent else 0

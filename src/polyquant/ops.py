@@ -1,0 +1,463 @@
+"""The operations: every argument is checked here, once, and then the best kernel runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from polyquant import calibrate, standard
+from polyquant.arrays import (
+    BACKENDS,
+    FLOAT_DTYPES,
+    Array,
+    Backend,
+    backend_of,
+    constant,
+    dtype,
+    dtype_name,
+    find_backend,
+    namespace,
+)
+from polyquant.calibrate.kmeans import fit_table
+from polyquant.dispatch import check_one_device, choose, matmul_problem, one_operand_problem
+from polyquant.errors import (
+    AlreadyQuantized,
+    InvalidArgument,
+    InvalidScale,
+    NegativeInput,
+    NonFiniteInput,
+    NotFloat,
+    ScaleArgument,
+    ScaleShape,
+    ShapeMismatch,
+    TableMissing,
+    TableSuperfluous,
+    UnsupportedDtype,
+    UnsupportedFunction,
+)
+from polyquant.qtensor import QTensor
+from polyquant.scheme import QuantScheme
+from polyquant.scheme import scheme as as_scheme
+from polyquant.standard import Params
+from polyquant.tables import CUSTOM, check_table
+from polyquant.values import QuantMode, QuantValue, ScaleDtype
+
+_PROTOCOL = "matmul, @, torch.nn.functional.linear"
+
+
+# -- quantize ---------------------------------------------------------------------------------
+
+
+def quantize(
+    x: Array,
+    scheme: QuantScheme | str,
+    *,
+    calibration: str = "minmax",
+    scales: Any = None,
+    offsets: Any = None,
+    table: Any = None,
+    nonfinite: str = "raise",
+    kernel: str | None = None,
+) -> QTensor:
+    """Quantize a float array on its own library and device.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of any shape and layout. The codes are stored in
+            the order of its axes, so that blocks run along its last ones. Not changed, and
+            detached from any autodiff graph.
+        scheme: a QuantScheme, a preset's name or a text form.
+        calibration: "minmax", "absmean", "mse", "percentile" ("percentile:99.5"), "signed_max" or
+            "mx_floor".
+        scales: your own scales instead: ideal or stored ones of shape ``scheme.scale_shape(x.shape)``
+            (a number where that is one), rounded up to the scale type. With two levels, a pair of
+            block scales and tensor scale, or ideal scales alone.
+        offsets: your own offsets, of the same shape; computed from the values where left out.
+        table: the entries of a "custom" lookup table, or "kmeans" to fit one to ``x``.
+        nonfinite: "raise", or "saturate": infinities go to the ends of the range and NaN to 0.
+            Under a tracer, which cannot look, always the latter.
+        kernel: a kernel's name, to use that one or raise.
+
+    Raises:
+        NotFloat, AlreadyQuantized, NonFiniteInput, NegativeInput, BlockRank, CalibrationRefused,
+        ScaleShape, InvalidScale, TableMissing, TableLength, TableSuperfluous, BackendMismatch, ...
+    """
+    made = as_scheme(scheme)
+    owner = _check_float("quantize", x)
+    x = _plain(x, owner)
+    made.scale_shape(x.shape)  # raises BlockRank
+    if nonfinite not in ("raise", "saturate"):
+        raise InvalidArgument(name="nonfinite", wanted="'raise' or 'saturate'", got=nonfinite)
+    name, argument = calibrate.check(calibration, made) if scales is None else (calibration, None)
+    policy = _check_values(x, made, nonfinite, owner)
+    with np.errstate(all="ignore"):
+        entries = _table(x, made, table, policy)
+        given = None
+        if scales is not None:
+            given = _given(x, made, scales, offsets, entries, policy, name)
+        elif offsets is not None:
+            raise ScaleArgument(
+                scheme=str(made), what="offsets", reason="offsets= goes with scales= of your own"
+            )
+        problem = one_operand_problem("quantize", x, owner.device_of(x), str(made))
+        chosen = choose(owner.name, problem, kernel)
+        method = name if argument is None else f"{name}:{argument}"
+        result: QTensor = chosen.run(
+            x, made, method, params=given, table=entries, nonfinite=policy
+        )
+    return result
+
+
+def _check_float(role: str, x: Any) -> Backend:
+    if isinstance(x, QTensor):
+        raise AlreadyQuantized(role=role, scheme=str(x.scheme))
+    owner = backend_of(x, role)
+    if dtype_name(x) not in FLOAT_DTYPES:
+        fix = "x.to(torch.float32)" if owner.name == "torch" else "x.astype('float32')"
+        raise NotFloat(role=role, dtype=dtype_name(x), fix=fix)
+    return owner
+
+
+def _plain(x: Array, owner: Backend) -> Array:
+    """Without autodiff, and without NumPy's subclasses and scalars."""
+    if owner.name == "numpy":
+        return np.asarray(x)
+    return x.detach() if hasattr(x, "detach") else x
+
+
+def _check_values(x: Array, scheme: QuantScheme, nonfinite: str, owner: Backend) -> str:
+    """Refuse NaN, infinity and impossible signs; returns the rule that holds ("saturate" traced)."""
+    if owner.is_traced(x):
+        return "saturate"
+    xp = namespace(x)
+    wide = x
+    with np.errstate(all="ignore"):
+        if dtype_name(x) == "float64":  # beyond float32's range counts as infinite
+            wide = xp.astype(x, xp.float32)
+        finite = xp.isfinite(wide)
+        if nonfinite == "raise" and not bool(xp.all(finite)):
+            bad = ~owner.to_host(finite)
+            raise NonFiniteInput(shape=tuple(x.shape), **_first(bad, owner.to_host(x)))
+        unsigned = scheme.mode is QuantMode.SYMMETRIC and not scheme.value.is_signed
+        if unsigned and bool(xp.any(x < 0)):
+            bad = owner.to_host(x < 0)
+            nearest = str(scheme.with_value(f"q{max(scheme.bits, 2)}s"))
+            facts = _first(bad, owner.to_host(x))
+            raise NegativeInput(scheme=str(scheme), shape=tuple(x.shape), nearest=nearest, **facts)
+    return nonfinite
+
+
+def _first(bad: Any, values: Any) -> dict[str, Any]:
+    """Count, first index and value of what is bad."""
+    index = tuple(int(i) for i in np.argwhere(bad)[0])
+    return {"count": int(bad.sum()), "index": index, "value": float(values[index])}
+
+
+def _table(x: Array, scheme: QuantScheme, table: Any, nonfinite: str) -> Array | None:
+    """The entries beside ``x``: the named table, the user's, or one fitted to ``x``."""
+    if scheme.mode is not QuantMode.LOOKUP:
+        if table is not None:
+            nearest = str(QuantScheme(f"u{scheme.bits}[{CUSTOM}]", block=scheme.block, scale="f32"))
+            reason = f"its mode is {scheme.mode}, not lookup"
+            raise TableSuperfluous(scheme=str(scheme), reason=reason, nearest=nearest)
+        return None
+    if scheme.table != CUSTOM:
+        if table is not None:
+            nearest = str(scheme.with_value(f"{scheme.value}[{CUSTOM}]"))
+            reason = f"it names the table {scheme.table!r}"
+            raise TableSuperfluous(scheme=str(scheme), reason=reason, nearest=nearest)
+        return standard.named_constant(x, scheme)
+    if table is None:
+        raise TableMissing(scheme=str(scheme), wanted=2**scheme.bits)
+    if isinstance(table, str):
+        if table != "kmeans":
+            raise InvalidArgument(name="table", wanted="numbers, or 'kmeans'", got=table)
+        return constant(x, fit_table(x, scheme, nonfinite))
+    source = find_backend(table)
+    if source is not None:
+        check_one_device("quantize", [("x", x), ("table", table)])
+        if source.is_traced(table):
+            return table
+        table = source.to_host(table)
+    return constant(x, check_table(table, CUSTOM, scheme.bits))
+
+
+# -- scales of the caller's own ---------------------------------------------------------------
+
+
+def _given(
+    x: Array,
+    scheme: QuantScheme,
+    scales: Any,
+    offsets: Any,
+    table: Array | None,
+    nonfinite: str,
+    calibration: str,
+) -> Params:
+    """Stored parameters from the caller's scales (and offsets)."""
+    pair = isinstance(scales, tuple)
+    if pair and (scheme.tensor_scale is None or len(scales) != 2):
+        reason = "only a scheme of two levels takes a pair, (block scales, tensor scale)"
+        raise ScaleArgument(scheme=str(scheme), what="scales", reason=reason)
+    refused = calibrate.check  # two levels of which the rule is unknown need the pair
+    if not pair:
+        refused("minmax", scheme)
+    signed = calibration == "signed_max"
+    ideal = _grid_argument(x, scheme, scales[0] if pair else scales, "scales", signed=signed)
+    if pair:
+        tensor_scale = _tensor_scale_argument(x, scheme, scales[1])
+        made = Params(standard.as_stored(ideal, _plain_scale(scheme)), tensor_scale, None, table)
+    else:
+        stored, tensor_scale = standard.store_scales(ideal, scheme)
+        made = Params(stored, tensor_scale, None, table)
+    if scheme.offset is None:
+        if offsets is not None:
+            raise ScaleArgument(scheme=str(scheme), what="offsets", reason="it has no offset")
+        return made
+    if offsets is None:
+        low, _ = standard.value_range(x, scheme, nonfinite=nonfinite)
+        return made._replace(
+            offsets=standard.store_offsets(scheme, low, standard.divisor(scheme, made))
+        )
+    return made._replace(offsets=_offsets_argument(x, scheme, offsets))
+
+
+def _plain_scale(scheme: QuantScheme) -> ScaleDtype:
+    return ScaleDtype(str(scheme.scale))
+
+
+def _grid_argument(
+    x: Array, scheme: QuantScheme, given: Any, what: str, *, signed: bool
+) -> Array:
+    """Scales or offsets of the caller's as float32 on the grid, beside ``x``."""
+    wanted = scheme.scale_shape(x.shape)
+    owner = find_backend(given)
+    if owner is None:
+        given = constant(x, np.asarray(given, dtype=np.float32))
+    else:
+        check_one_device("quantize", [("x", x), (what, given)])
+        is_integer = dtype_name(given).startswith(("int", "uint"))
+        if dtype_name(given) not in FLOAT_DTYPES and not (what == "offsets" and is_integer):
+            raise NotFloat(role=what, dtype=dtype_name(given), fix=f"{what} * 1.0")
+    xp = namespace(given)
+    shape = tuple(given.shape)
+    if shape != wanted and not (math.prod(shape) == 1 == math.prod(wanted)):
+        facts = {"what": what, "scheme": str(scheme), "shape": tuple(x.shape)}
+        raise ScaleShape(**facts, wanted=wanted, got=shape)
+    numbers = standard.flush(xp.reshape(xp.astype(given, xp.float32), wanted))
+    if not backend_of(numbers).is_traced(numbers):
+        _check_numbers(numbers, what, signed=signed)
+    return numbers
+
+
+def _check_numbers(numbers: Array, what: str, *, signed: bool) -> None:
+    xp = namespace(numbers)
+    good = xp.isfinite(numbers)
+    if not signed:
+        good = good & (numbers >= 0)
+    if not bool(xp.all(good)):
+        to_host = backend_of(numbers).to_host
+        wanted = "finite" if signed else "finite and not negative"
+        raise InvalidScale(what=what, wanted=wanted, **_first(~to_host(good), to_host(numbers)))
+
+
+def _tensor_scale_argument(x: Array, scheme: QuantScheme, given: Any) -> Array:
+    owner = find_backend(given)
+    if owner is not None:
+        check_one_device("quantize", [("x", x), ("tensor scale", given)])
+    number = given if owner is not None else constant(x, np.asarray(given, dtype=np.float32))
+    if math.prod(number.shape) != 1:
+        facts = {"what": "the tensor scale", "scheme": str(scheme), "shape": tuple(x.shape)}
+        raise ScaleShape(**facts, wanted=(), got=tuple(number.shape))
+    xp = namespace(number)
+    number = standard.flush(xp.reshape(xp.astype(number, xp.float32), ()))
+    if not backend_of(number).is_traced(number):
+        _check_numbers(number, "the tensor scale", signed=False)
+    return number
+
+
+def _offsets_argument(x: Array, scheme: QuantScheme, given: Any) -> Array:
+    numbers = _grid_argument(x, scheme, given, "offsets", signed=True)
+    stored = None if scheme.offset is None else scheme.offset.dtype
+    xp = namespace(numbers)
+    if isinstance(stored, QuantScheme):
+        return quantize(numbers, stored)
+    if isinstance(stored, QuantValue):
+        top = min(2**stored.bits, 2**scheme.bits) - 1
+        good = (numbers == xp.round(numbers)) & (numbers >= 0) & (numbers <= top)
+        if not backend_of(numbers).is_traced(numbers) and not bool(xp.all(good)):
+            to_host = backend_of(numbers).to_host
+            wanted = f"whole numbers from 0 to {top}"
+            facts = _first(~to_host(good), to_host(numbers))
+            raise InvalidScale(what="offsets", wanted=wanted, **facts)
+        return xp.astype(numbers, xp.uint8)
+    storage = ScaleDtype(str(stored))
+    limited = xp.clip(numbers, -storage.max, storage.max)
+    return xp.astype(limited, dtype(xp, storage.storage))
+
+
+# -- dequantize -------------------------------------------------------------------------------
+
+
+def dequantize(q: QTensor, kind: Any = None) -> Array:
+    """The values of ``q`` as an array: see QTensor.dequantize."""
+    owner = backend_of(q.data)
+    problem = one_operand_problem("dequantize", q, q.device)
+    native = None if kind is None else _float_dtype(q.data, kind, "The result of dequantize")
+    with np.errstate(all="ignore"):
+        return choose(owner.name, problem).run(q, native)
+
+
+def _float_dtype(like: Array, kind: Any, what: str) -> Any:
+    """The library's own dtype for a name or dtype. Raises UnsupportedDtype."""
+    name = kind if isinstance(kind, str) else getattr(kind, "name", None)
+    if not isinstance(name, str):
+        is_type = isinstance(kind, type)
+        name = np.dtype(kind).name if is_type else str(kind).rpartition(".")[2]
+    if name not in FLOAT_DTYPES:
+        raise UnsupportedDtype(what=what, dtype=name, known=", ".join(FLOAT_DTYPES))
+    return dtype(namespace(like), name)
+
+
+# -- products ---------------------------------------------------------------------------------
+
+
+def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) -> Array:
+    """The matrix product of two operands, either or both of them quantized.
+
+    Batched and broadcast like NumPy's ``matmul``. The result has the float operand's dtype, float32
+    if both are quantized; accumulation is in float32 or better.
+
+    Raises:
+        BackendMismatch, DeviceMismatch, ShapeMismatch, NotFloat, NotAnArray, UnsupportedDtype,
+        NoKernel, KernelRefused: all before any work.
+    """
+    owner = check_one_device("matmul", (("a", a), ("b", b)))
+    _check_product("matmul", a.shape, b.shape)
+    native = _result_dtype(a, b, out_dtype)
+    device = a.device if isinstance(a, QTensor) else owner.device_of(a)
+    chosen = choose(owner.name, matmul_problem(a, b, device), kernel)
+    return chosen.run(a, b, native)
+
+
+def _result_dtype(a: Any, b: Any, asked: Any) -> Any:
+    floats = [x for x in (a, b) if not isinstance(x, QTensor)]
+    for x in floats:
+        if dtype_name(x) not in FLOAT_DTYPES:
+            _check_float("matmul", x)
+    like = floats[0] if floats else a.data
+    if asked is not None:
+        return _float_dtype(like, asked, "out_dtype")
+    if not floats:
+        return namespace(like).float32
+    if len(floats) == 1:
+        return like.dtype
+    return namespace(like).result_type(*floats)
+
+
+def _check_product(op: str, left: Sequence[int], right: Sequence[int]) -> None:
+    reason = None
+    if not left or not right:
+        reason = "a product needs operands of one axis or more"
+    else:
+        inner = right[-2] if len(right) > 1 else right[-1]
+        if left[-1] != inner:
+            reason = f"the inner extents differ, {left[-1]} and {inner}"
+        for x, y in zip(reversed(left[:-2]), reversed(right[:-2]), strict=False):
+            if x != y and 1 not in (x, y):
+                reason = f"the batch extents {x} and {y} do not broadcast"
+    if reason is not None:
+        raise ShapeMismatch(op=op, left=tuple(left), right=tuple(right), reason=reason)
+
+
+def linear(x: Any, weight: Any, bias: Any = None, *, activations: Any = None) -> Array:
+    """``x @ weight.mT + bias``, with ``weight`` of shape (out, in) and ``bias`` of shape (out,).
+
+    Args:
+        activations: a scheme to quantize ``x`` with first; the product is then of two quantized
+            operands. Without it ``x`` enters as it is.
+
+    The result has the dtype of ``x`` (float32 if ``x`` is quantized). Raises what matmul raises.
+    """
+    roles = [("x", x), ("weight", weight), ("bias", bias)]
+    owner = check_one_device("linear", [r for r in roles if r[1] is not None])
+    if len(weight.shape) != 2:
+        shapes = (tuple(x.shape), tuple(weight.shape))
+        reason = "a weight has two axes, (out, in)"
+        raise ShapeMismatch(op="linear", left=shapes[0], right=shapes[1], reason=reason)
+    transposed = weight.mT
+    _check_product("linear", x.shape, transposed.shape)
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        reason = f"the bias must be of shape ({weight.shape[0]},)"
+        shapes = (tuple(weight.shape), tuple(bias.shape))
+        raise ShapeMismatch(op="linear", left=shapes[0], right=shapes[1], reason=reason)
+    native = _result_dtype(x, transposed, None)
+    left = x if activations is None else quantize(x, activations)
+    if bias is None:
+        return matmul(left, transposed, out_dtype=native)
+    _check_float("bias", bias)
+    xp = namespace(bias)
+    wide = xp.float64 if native == xp.float64 else xp.float32
+    del owner
+    return xp.astype(matmul(left, transposed, out_dtype=wide) + xp.astype(bias, wide), native)
+
+
+def same_backend(a: Any, b: Any) -> bool:
+    """Whether two operands belong to one array library."""
+    first, second = (backend_of(x.data if isinstance(x, QTensor) else x) for x in (a, b))
+    return first is second
+
+
+def is_quantized(a: Any) -> bool:
+    """Whether ``a`` is a QTensor."""
+    return isinstance(a, QTensor)
+
+
+# -- the libraries' protocols -----------------------------------------------------------------
+
+
+def operator_matmul(a: Any, b: Any) -> Any:
+    """``a @ b`` with a QTensor on one side; leaves strangers to Python."""
+    for side in (a, b):
+        if not isinstance(side, QTensor) and find_backend(side) is None:
+            return NotImplemented
+    return matmul(a, b)
+
+
+def array_function(
+    q: QTensor,
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    method: str = "__call__",
+) -> Any:
+    """A function of an array library called on a QTensor. Raises UnsupportedFunction."""
+    name = _operation(function, q) if method == "__call__" else None
+    parameters = {
+        "matmul": ("input", "other"),
+        "rmatmul": ("other", "input"),
+        "linear": ("input", "weight", "bias"),
+    }.get(name or "", ())
+    given = dict(zip(parameters, args, strict=False)) | dict(kwargs)
+    if name is None or len(args) > len(parameters) or set(given) - set(parameters):
+        module = getattr(function, "__module__", None) or type(function).__module__
+        called = f"{module}.{getattr(function, '__name__', function)}"
+        raise UnsupportedFunction(function=called, known=_PROTOCOL)
+    if name == "linear":
+        return linear(given["input"], given["weight"], given.get("bias"))
+    return matmul(given["input"], given["other"])
+
+
+def _operation(function: Any, q: QTensor) -> str | None:
+    for name in dict.fromkeys(("numpy", q.device.partition(":")[0])):
+        if name in BACKENDS:
+            found: str | None = import_module(BACKENDS[name]).array_function(function)
+            if found is not None:
+                return found
+    return None
+
+

@@ -1,0 +1,359 @@
+"""The quantized tensor: stored arrays of one library, a scheme, and an order of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from polyquant.arrays import Array, backend_of, backend_of_device, dtype, dtype_name, find_backend, namespace
+from polyquant.codec import unpack
+from polyquant.data import (
+    TensorData,
+    check_axes,
+    check_numbers,
+    join,
+    stored_shape,
+)
+from polyquant.data import parts as stored_parts
+from polyquant.errors import HostCopyRefused, Immutable, InvalidTensor
+from polyquant.scheme import QuantScheme
+from polyquant.values import QuantMode
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_FIELDS = (
+    "scheme",
+    "shape",
+    "data",
+    "scales",
+    "tensor_scale",
+    "offsets",
+    "table",
+    "axes",
+    "device",
+)
+
+
+class QTensor:
+    """A quantized tensor: ``x[i] ~ decode(code[i]) * scale[block(i)]``, immutable.
+
+    Invariants, which ``validate`` checks line by line:
+
+    1. ``axes`` is a permutation: logical axis ``i`` is stored axis ``axes[i]``. ``stored_shape`` is
+       ``shape`` in stored order, and the scheme's blocks are aligned to the stored axes.
+    2. ``data`` is uint8 of shape ``stored_shape[:-1] + (line bytes,)``: the packed codes.
+    3. ``scales`` is an array of the scheme's scale type (8-bit types as uint8) on the grid
+       ``scheme.scale_shape(stored_shape)``, or a QTensor of the scheme's scale scheme.
+    4. ``tensor_scale`` is float32 of shape ``()`` where the scheme has two levels, else None.
+    5. ``offsets`` is like ``scales``, with integer zero points as uint8, else None.
+    6. ``table`` is float32 of shape ``(2**bits,)`` in mode lookup, else None.
+    7. All of these are arrays of the library, and on the device, that ``device`` names.
+    """
+
+    __slots__ = (*_FIELDS, "__weakref__")
+
+    scheme: QuantScheme
+    shape: tuple[int, ...]
+    data: Array
+    scales: Array
+    tensor_scale: Array | None
+    offsets: Array | None
+    table: Array | None
+    axes: tuple[int, ...]
+    device: str
+
+    def __init__(
+        self,
+        scheme: QuantScheme,
+        shape: Sequence[int],
+        data: Array,
+        scales: Array,
+        *,
+        tensor_scale: Array | None = None,
+        offsets: Array | None = None,
+        table: Array | None = None,
+        axes: Sequence[int] | None = None,
+        device: str,
+    ) -> None:
+        order = tuple(range(len(shape))) if axes is None else tuple(axes)
+        given = (scheme, tuple(shape), data, scales, tensor_scale, offsets, table, order, device)
+        _fill(self, given)
+        validate(self)
+
+    # -- facts --------------------------------------------------------------------------------
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        total = 1
+        for extent in self.shape:
+            total *= extent
+        return total
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in the order in which the codes are stored."""
+        return stored_shape(self.shape, self.axes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything stored: codes, scales, offsets, table."""
+        return sum(part.nbytes for part in stored_parts(self.scheme, self.stored_shape))
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits, scales and all, over the number of elements (0 of an empty tensor)."""
+        return 8 * self.nbytes / self.size if self.size else 0.0
+
+    def __repr__(self) -> str:
+        identity = self.axes == tuple(range(self.ndim))
+        order = "" if identity else f", axes={self.axes}"
+        return (
+            f"QTensor({str(self.scheme)!r}, shape={self.shape}, device={self.device!r}{order}, "
+            f"{self.nbytes:,} bytes, {self.bits_per_element:.2f} bits/element)"
+        )
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a QTensor without axes")
+        return self.shape[0]
+
+    # -- views and parts ----------------------------------------------------------------------
+
+    def permute(self, *axes: int | Sequence[int]) -> QTensor:
+        """The same tensor with its axes in another order: exact, and no byte is moved.
+
+        Raises InvalidAxes.
+        """
+        wanted = tuple(axes[0]) if len(axes) == 1 and not isinstance(axes[0], int) else axes
+        order = [int(a) + self.ndim if int(a) < 0 else int(a) for a in wanted]  # type: ignore[arg-type]
+        check_axes(order, self.shape)
+        shape = tuple(self.shape[a] for a in order)
+        return self._replace(shape=shape, axes=tuple(self.axes[a] for a in order))
+
+    @property
+    def T(self) -> QTensor:
+        """All axes in reverse order."""
+        return self.permute(*reversed(range(self.ndim)))
+
+    @property
+    def mT(self) -> QTensor:
+        """The last two axes exchanged."""
+        return self.permute(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
+
+    def codes(self) -> Array:
+        """The codes, one an element, in logical order.
+
+        int8 for signed integers; uint8 for unsigned integers, minifloat bits and table indices.
+        """
+        scheme, stored = self.scheme, self.stored_shape
+        xp = namespace(self.data)
+        length = stored[-1] if stored else 1
+        fields = unpack(xp, self.data, length, scheme.value, scheme.store)
+        if not scheme.value.is_float and scheme.value.is_signed:
+            sign = 2 ** (scheme.bits - 1)
+            wide = xp.astype(fields, xp.int16)
+            fields = xp.astype((wide ^ sign) - sign, xp.int8)
+        return self.to_logical(xp.reshape(fields, stored))
+
+    def to_logical(self, array: Array) -> Array:
+        """An array in stored order as a view in logical order."""
+        if self.axes == tuple(range(self.ndim)):
+            return array
+        return namespace(array).permute_dims(array, self.axes)
+
+    def parts(self) -> dict[str, Array]:
+        """The stored arrays by dotted name ("data", "scales", "scales.table", ...)."""
+        return dict(_walk(self, ""))
+
+    # -- other devices, other forms -----------------------------------------------------------
+
+    def to(self, device: str) -> QTensor:
+        """The same bits on another device or in another library ("numpy", "torch:cuda:0", ...).
+
+        Memory is shared where the libraries can share it. Raises UnknownDevice, BackendMissing.
+        """
+        target, device = backend_of_device(device)
+        if device == self.device:
+            return self
+        source = backend_of(self.data)
+        if source is target:
+            return self._map(lambda array: target.move(array, device), device)
+        to_host = source.to_host
+        return self._map(lambda array: target.from_host(to_host(array), device), device)
+
+    def to_data(self) -> TensorData:
+        """The host form, which compares equal for equal tensors of any library."""
+        host = self.to("numpy").parts()
+        whole = join(host, self.scheme, self.stored_shape)
+        return TensorData(whole, self.shape, self.scheme, self.axes)
+
+    def dequantize(self, dtype: Any = None) -> Array:
+        """The values as an array of the same library and device, in logical order.
+
+        Args:
+            dtype: "float32" (the default), "float16", "bfloat16", "float64" or the library's own.
+
+        Raises UnsupportedDtype.
+        """
+        return _ops().dequantize(self, dtype)
+
+    def detach(self) -> QTensor:
+        """The tensor without gradients of its scales, offsets or table. Codes have none."""
+        return self._map(lambda a: a.detach() if hasattr(a, "detach") else a, self.device)
+
+    # -- Python's and the libraries' protocols ------------------------------------------------
+
+    def __matmul__(self, other: Any) -> Any:
+        return _ops().operator_matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return _ops().operator_matmul(other, self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if not self.device.startswith(("numpy", "torch:cpu", "jax:cpu")):
+            raise HostCopyRefused(device=self.device)
+        return self.to("numpy").dequantize(None if dtype is None else str(dtype))
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return _ops().array_function(self, ufunc, inputs, kwargs, method=method)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return _ops().array_function(self, func, args, kwargs)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat = [*args, *(kwargs or {}).values()]
+        first = next(item for item in flat if isinstance(item, cls))
+        return _ops().array_function(first, func, args, kwargs or {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise Immutable(name=name)
+
+    def __delattr__(self, name: str) -> None:
+        raise Immutable(name=name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_fields, tuple(getattr(self, name) for name in _FIELDS)
+
+    # -- making one from another --------------------------------------------------------------
+
+    def _replace(self, **changes: Any) -> QTensor:
+        return from_fields(*(changes.get(name, getattr(self, name)) for name in _FIELDS))
+
+    def _map(self, move: Any, device: str) -> QTensor:
+        def moved(part: Any) -> Any:
+            if part is None:
+                return None
+            return part._map(move, device) if isinstance(part, QTensor) else move(part)
+
+        arrays = ("data", "scales", "tensor_scale", "offsets", "table")
+        changes = {name: moved(getattr(self, name)) for name in arrays}
+        return self._replace(**changes, device=device)
+
+
+def _fill(q: QTensor, fields: Sequence[Any]) -> None:
+    for name, item in zip(_FIELDS, fields, strict=True):
+        object.__setattr__(q, name, item)
+
+
+def from_fields(*fields: Any) -> QTensor:
+    """A QTensor of fields that are known to satisfy the invariants (a view, a copy, a pickle)."""
+    made = QTensor.__new__(QTensor)
+    _fill(made, fields)
+    return made
+
+
+def _ops() -> ModuleType:
+    """The door to the operations, which are built on this class and so are imported late."""
+    from polyquant import ops
+
+    return ops
+
+
+def _walk(q: QTensor, prefix: str) -> Iterator[tuple[str, Array]]:
+    for name in ("data", "scales", "tensor_scale", "offsets", "table"):
+        part = getattr(q, name)
+        if isinstance(part, QTensor):
+            yield from _walk(part, f"{prefix}{name}.")
+        elif part is not None:
+            yield prefix + name, part
+
+
+def validate(q: QTensor) -> None:
+    """Check the invariants of QTensor's docstring; raises InvalidTensor, InvalidAxes, BlockRank."""
+    check_axes(q.axes, q.shape)  # 1
+    arrays = q.parts()
+    wanted = {part.name: part for part in stored_parts(q.scheme, q.stored_shape)}
+    for name in (*wanted, *arrays):  # 2-6
+        if name not in arrays or name not in wanted:
+            needed = "an array" if name in wanted else "left out: the scheme has none"
+            _refuse(q, name, needed, "nothing" if name in wanted else "an array")
+        _validate_part(q, name, arrays[name], wanted[name].dtype, wanted[name].shape)
+
+
+def _validate_part(q: QTensor, name: str, array: Array, kind: str, shape: tuple[int, ...]) -> None:
+    owner = find_backend(array)
+    if owner is None or (not owner.is_traced(array) and owner.device_of(array) != q.device):  # 7
+        got = f"{type(array).__name__}" if owner is None else f"on {owner.device_of(array)}"
+        _refuse(q, name, f"an array on {q.device}", got)
+    if tuple(array.shape) != shape:
+        _refuse(q, name, f"of shape {shape}", tuple(array.shape))
+    xp = namespace(array)
+    if array.dtype != dtype(xp, kind):
+        _refuse(q, name, kind, dtype_name(array))
+
+
+def _refuse(q: QTensor, part: str, wanted: str, got: Any) -> None:
+    raise InvalidTensor(part=part, scheme=str(q.scheme), shape=q.shape, wanted=wanted, got=got)
+
+
+def from_parts(
+    arrays: Mapping[str, Array],
+    scheme: QuantScheme,
+    shape: Sequence[int],
+    *,
+    axes: Sequence[int] | None = None,
+    device: str,
+) -> QTensor:
+    """A QTensor from its stored arrays by dotted name. Raises what ``validate`` raises."""
+
+    def nested(name: str, inner: Any, grid: Sequence[int]) -> Any:
+        if not isinstance(inner, QuantScheme):
+            return arrays.get(name)
+        prefix = f"{name}."
+        below = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+        return from_parts(below, inner, grid, device=device)
+
+    order = tuple(range(len(shape))) if axes is None else tuple(axes)
+    check_axes(order, shape)
+    grid = scheme.scale_shape(stored_shape(shape, order))
+    return QTensor(
+        scheme,
+        shape,
+        arrays.get("data"),
+        nested("scales", scheme.scale, grid),
+        tensor_scale=arrays.get("tensor_scale"),
+        offsets=None if scheme.offset is None else nested("offsets", scheme.offset.dtype, grid),
+        table=arrays.get("table") if scheme.mode is QuantMode.LOOKUP else None,
+        axes=order,
+        device=device,
+    )
+
+
+def from_data(data: TensorData, device: str = "numpy") -> QTensor:
+    """The tensor of a host form, on a device.
+
+    Raises CorruptData (NaN or infinite scales), TableMismatch, TableInvalid, UnknownDevice.
+    """
+    target, device = backend_of_device(device)
+    arrays = data.parts()
+    check_numbers(arrays, data.scheme, data.stored_shape)
+    there = {name: target.from_host(array, device) for name, array in arrays.items()}
+    return from_parts(there, data.scheme, data.shape, axes=data.axes, device=device)

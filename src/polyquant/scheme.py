@@ -1,0 +1,586 @@
+"""The scheme: what the codes of a tensor mean, as one immutable value with a text and a JSON form.
+
+Text form::
+
+    scheme  = value ["[" table "]"] "/" block ":" scale ["/tensor:f32"] [offset] ["@" store]
+    block   = "tensor" | "row" | extent ("x" extent)*      extent = number | "*" (the whole axis)
+    scale   = "f32" | "f16" | "bf16" | "ue8m0" | "ue4m3" | "(" scheme ")"
+    offset  = "+bias:" (float | "(" scheme ")") | "-zero:" (float | "u1".."u8" | "(" scheme ")")
+
+``parse(str(s)) == s`` for every scheme. The default store, packed_u32, is not written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from enum import StrEnum
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+from polyquant.errors import (
+    BlockRank,
+    InvalidBlock,
+    InvalidScheme,
+    UnknownName,
+    UnknownScheme,
+    UnsupportedVersion,
+)
+from polyquant.tables import CUSTOM, NAMED, table_bits
+from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype, is_known
+
+#: Version of the JSON form. A change of what a field means raises it.
+JSON_VERSION = 1
+
+_FLOAT_OFFSETS = (ScaleDtype.F32, ScaleDtype.F16, ScaleDtype.BF16)
+_E = TypeVar("_E", bound=StrEnum)
+
+
+class OffsetKind(StrEnum):
+    """Where an offset acts: before the scale (subtracted) or after it (added)."""
+
+    ZERO_POINT = "zero_point"
+    BIAS = "bias"
+
+
+class Offset(NamedTuple):
+    """The offset of an affine scheme: its kind, and how it is stored (or the scheme it has)."""
+
+    kind: OffsetKind
+    dtype: ScaleDtype | QuantValue | QuantScheme
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{_in_parentheses(self.dtype)}"
+
+
+@dataclass(frozen=True, init=False)
+class QuantScheme:
+    """What the codes of a tensor mean: value type, mode, blocks, scale types, offset, store.
+
+    ``x[i] ~ decode(code[i]) * scale[block(i)]``, or with an offset ``(decode - zero) * scale`` or
+    ``decode * scale + bias``.
+
+    Args:
+        value: a QuantValue or its name; ``"u4[nf4]"`` names a lookup table too, and
+            ``"u4[custom]"`` says that the tensor brings its own.
+        mode: "symmetric", "affine" (implied by an offset) or "lookup" (implied by a table).
+        block: extents aligned to the trailing axes; -1 is a whole axis; leading ones are dropped;
+            None is one block for the whole tensor.
+        scale: a ScaleDtype or its name, or a QuantScheme (or its text) for quantized scales.
+        tensor_scale: None, or "f32": one more scale, for the whole tensor, under the blocks'.
+        offset: None, ``"bias:f16"``, ``"zero_point:u4"``, ``"zero_point:f16"``, an Offset, or a
+            pair of a kind and a QuantScheme.
+        store: "packed_u32", "packed_native" or "native".
+
+    Raises:
+        InvalidScheme, InvalidBlock, UnknownName.
+    """
+
+    value: QuantValue
+    mode: QuantMode
+    block: tuple[int, ...] | None
+    scale: ScaleDtype | QuantScheme
+    tensor_scale: ScaleDtype | None
+    offset: Offset | None
+    store: QuantStore
+    table: str | None
+    _hash: int = field(repr=False, compare=False)
+
+    def __init__(
+        self,
+        value: QuantValue | str = "q4s",
+        *,
+        mode: QuantMode | str = "symmetric",
+        block: Sequence[int] | int | None = (32,),
+        scale: ScaleDtype | QuantScheme | str = "f16",
+        tensor_scale: ScaleDtype | str | None = None,
+        offset: Offset | tuple[str, Any] | str | None = None,
+        store: QuantStore | str = "packed_u32",
+    ) -> None:
+        kind, table = _value_and_table(value)
+        mode = _member(QuantMode, mode, "mode")
+        parsed_offset = _offset(offset)
+        if mode is QuantMode.SYMMETRIC and parsed_offset is not None:
+            mode = QuantMode.AFFINE
+        if table is not None or mode is QuantMode.LOOKUP:
+            mode, table = QuantMode.LOOKUP, table or CUSTOM
+            if not kind.is_float:  # under a lookup only the width of an integer counts
+                kind = QuantValue(f"u{kind.bits}")
+        fields = {
+            "value": kind,
+            "mode": mode,
+            "block": _block(block),
+            "scale": _scale(scale),
+            "tensor_scale": None
+            if tensor_scale is None
+            else _member(ScaleDtype, tensor_scale, "scale type"),
+            "offset": parsed_offset,
+            "store": _member(QuantStore, store, "store"),
+            "table": table,
+        }
+        for name, item in fields.items():
+            object.__setattr__(self, name, item)
+        object.__setattr__(self, "_hash", hash(tuple(fields.values())))
+        _check(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return parse, (str(self),)
+
+    # -- what follows from the fields ---------------------------------------------------------
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return self.value.bits
+
+    @property
+    def num_levels(self) -> int:
+        """1, or 2 with a tensor scale under the block scales."""
+        return 1 if self.tensor_scale is None else 2
+
+    def block_extents(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The block's extent along every axis of ``shape``, at least 1, cut to the axis.
+
+        Raises BlockRank where the block has more axes than the shape.
+        """
+        if self.block is None:
+            return tuple(max(d, 1) for d in shape)
+        missing = len(shape) - len(self.block)
+        if missing < 0:
+            raise BlockRank(
+                block="x".join(map(str, self.block)),
+                block_rank=len(self.block),
+                shape=tuple(shape),
+                rank=len(shape),
+            )
+        full = (1,) * missing + self.block
+        return tuple(max(1, d if b == -1 else min(b, d)) for b, d in zip(full, shape, strict=True))
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the scale grid: one per block, with the rank of ``shape``."""
+        if self.block is None:
+            return (1,) * len(shape)
+        extents = self.block_extents(shape)
+        return tuple(math.ceil(d / b) for d, b in zip(shape, extents, strict=True))
+
+    # -- builders -----------------------------------------------------------------------------
+
+    def with_value(self, value: QuantValue | str) -> QuantScheme:
+        """The same scheme with another value type (a lookup keeps its table, if the width fits)."""
+        kind, table = _value_and_table(value)
+        if table is None and self.mode is QuantMode.LOOKUP and self.table is not None:
+            same_width = self.table == CUSTOM or table_bits(self.table) == kind.bits
+            table = self.table if same_width else CUSTOM
+        return self._with(value=f"{kind}[{table}]" if table else kind)
+
+    def with_mode(self, mode: QuantMode | str) -> QuantScheme:
+        """The same scheme with another mode; leaving lookup or affine drops table or offset."""
+        mode = _member(QuantMode, mode, "mode")
+        dropped = None if mode is not QuantMode.AFFINE else self.offset
+        return self._with(value=self.value, mode=mode, offset=dropped)
+
+    def with_store(self, store: QuantStore | str) -> QuantScheme:
+        """The same scheme with another store: the same codes, other bytes."""
+        return self._with(store=store)
+
+    def with_offset(self, offset: Offset | tuple[str, Any] | str | None) -> QuantScheme:
+        """The same scheme with another offset, or none."""
+        return self._with(offset=offset, mode="symmetric" if offset is None else "affine")
+
+    def per_block(
+        self, block: Sequence[int] | int, scale: ScaleDtype | QuantScheme | str = "f16"
+    ) -> QuantScheme:
+        """One scale per block. After ``per_tensor`` the tensor's scale stays as a second level."""
+        second = self.scale if self.block is None and self.tensor_scale is None else None
+        tensor_scale = second if second is ScaleDtype.F32 else self.tensor_scale
+        return self._with(block=block, scale=scale, tensor_scale=tensor_scale)
+
+    def per_tensor(self, scale: ScaleDtype | str = "f32") -> QuantScheme:
+        """One f32 scale for the whole tensor under the block scales, making two levels.
+
+        A scheme without blocks gets the scale type itself.
+        """
+        if self.block is None:
+            return self._with(scale=scale)
+        return self._with(tensor_scale=scale)
+
+    def _with(self, **changes: Any) -> QuantScheme:
+        now = {
+            "value": f"{self.value}[{self.table}]" if self.table else self.value,
+            "mode": self.mode,
+            "block": self.block,
+            "scale": self.scale,
+            "tensor_scale": self.tensor_scale,
+            "offset": self.offset,
+            "store": self.store,
+        }
+        return QuantScheme(**(now | changes))
+
+    # -- text and JSON ------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        text = f"{self.value}[{self.table}]" if self.table else str(self.value)
+        text += f"/{_block_text(self.block)}:{_in_parentheses(self.scale)}"
+        if self.tensor_scale is not None:
+            text += f"/tensor:{self.tensor_scale}"
+        if self.offset is not None:
+            sign = "+bias:" if self.offset.kind is OffsetKind.BIAS else "-zero:"
+            text += sign + _in_parentheses(self.offset.dtype)
+        return text if self.store is QuantStore.PACKED_U32 else f"{text}@{self.store}"
+
+    def __repr__(self) -> str:
+        return f"QuantScheme({str(self)!r})"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form: plain dicts, lists, strings and numbers."""
+        return {
+            "version": JSON_VERSION,
+            "value": str(self.value),
+            "mode": str(self.mode),
+            "table": self.table,
+            "block": None if self.block is None else list(self.block),
+            "scale": _dtype_json(self.scale),
+            "tensor_scale": None if self.tensor_scale is None else str(self.tensor_scale),
+            "offset": None
+            if self.offset is None
+            else {"kind": str(self.offset.kind), "dtype": _dtype_json(self.offset.dtype)},
+            "store": str(self.store),
+        }
+
+    @classmethod
+    def from_json(cls, form: dict[str, Any] | str) -> QuantScheme:
+        """The scheme of a JSON form (a dict, or its text).
+
+        Raises UnknownScheme, UnsupportedVersion, or what the constructor raises.
+        """
+        if isinstance(form, str):
+            try:
+                form = json.loads(form)
+            except json.JSONDecodeError as error:
+                raise UnknownScheme(got=form, reason=f"it is not JSON ({error})", fix=_SEE) from None
+        if not isinstance(form, dict) or set(form) != _JSON_FIELDS:
+            raise UnknownScheme(
+                got=form, reason=f"a JSON form has exactly the fields {sorted(_JSON_FIELDS)}", fix=_SEE
+            )
+        if form["version"] != JSON_VERSION:
+            raise UnsupportedVersion(what="scheme", got=form["version"], known=JSON_VERSION)
+        offset = form["offset"]
+        if isinstance(offset, dict):
+            if set(offset) != {"kind", "dtype"}:
+                raise UnknownScheme(got=form, reason="its offset needs kind and dtype", fix=_SEE)
+            offset = (offset["kind"], _dtype_from_json(offset["dtype"]))
+        scheme = cls(
+            f"{form['value']}[{form['table']}]" if form["table"] is not None else form["value"],
+            mode=form["mode"],
+            block=form["block"],
+            scale=_dtype_from_json(form["scale"]),
+            tensor_scale=form["tensor_scale"],
+            offset=offset,
+            store=form["store"],
+        )
+        if str(scheme.mode) != form["mode"]:
+            raise UnknownScheme(
+                got=form, reason=f"mode {form['mode']!r} disagrees with its other fields", fix=_SEE
+            )
+        return scheme
+
+
+_JSON_FIELDS = frozenset(
+    "version value mode table block scale tensor_scale offset store".split()
+)
+_SEE = "The presets are listed by pq.presets()"
+
+
+# -- presets ----------------------------------------------------------------------------------
+
+
+def _grid_presets() -> dict[str, str]:
+    blocks = {"tensor": "tensor:f32", "row": "row:f32", "32": "32:f16"}
+    return {
+        f"{value}-{name}": f"{value}/{levels}"
+        for value in ("q8s", "q8f", "q4s", "q4f", "q2s")
+        for name, levels in blocks.items()
+    }
+
+
+#: Name -> text form. A new preset is one line here.
+PRESETS = MappingProxyType(
+    {
+        **_grid_presets(),
+        "int8": "q8s/row:f32",
+        "fp8-tensor": "e4m3/tensor:f32",
+        "fp8-row": "e4m3/row:f32",
+        "fp8-128x128": "e4m3/128x128:f32",
+        "mxfp4": "e2m1/32:ue8m0",
+        "mxfp6-e2m3": "e2m3/32:ue8m0",
+        "mxfp6-e3m2": "e3m2/32:ue8m0",
+        "mxfp8": "e4m3/32:ue8m0",
+        "mxfp8-e5m2": "e5m2/32:ue8m0",
+        "nvfp4": "e2m1/16:ue4m3/tensor:f32",
+        "nf4": "u4[nf4]/64:f32",
+        "nf4-double": "u4[nf4]/64:(u8[dynamic8u]/256:f32)",
+        "fp4": "u4[fp4]/64:f32",
+        "af4": "u4[af4]/64:f32",
+        "iq4_nl": "u4[iq4_nl]/32:f16",
+        "ternary": "q2s/tensor:f32",
+    }
+)
+
+
+def presets() -> dict[str, QuantScheme]:
+    """Every preset: name -> scheme."""
+    return {name: parse(text) for name, text in PRESETS.items()}
+
+
+def scheme(text: str | QuantScheme) -> QuantScheme:
+    """The scheme of a preset name, a text form, or a bare value (``"q4s"`` is ``QuantScheme("q4s")``).
+
+    Raises UnknownScheme with the nearest name, or what the constructor raises.
+    """
+    if isinstance(text, QuantScheme):
+        return text
+    return _named(text) if isinstance(text, str) else parse(text)
+
+
+@lru_cache(maxsize=512)
+def _named(text: str) -> QuantScheme:
+    return parse(PRESETS.get(text, text))
+
+
+# -- the parser -------------------------------------------------------------------------------
+
+_HEAD = re.compile(r"(?P<value>[a-z0-9]+)(?:\[(?P<table>\w+)\])?")
+_ATOM = re.compile(r"[a-z0-9]+")
+_BLOCK = re.compile(r"tensor|row|(?:\d+|\*)(?:x(?:\d+|\*))*")
+_STORE = re.compile(r"@(\w+)$")
+
+
+def parse(text: str) -> QuantScheme:
+    """The scheme of a text form. Raises UnknownScheme with the place, or the nearest name."""
+    if not isinstance(text, str):
+        raise UnknownScheme(got=text, reason=f"it is a {type(text).__name__}, not text", fix=_SEE)
+    reader = _Reader(text)
+    made = reader.scheme()
+    if reader.rest:
+        reader.fail("the end")
+    return made
+
+
+class _Reader:
+    """A cursor over a text form: each method reads one rule of the grammar."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+
+    @property
+    def rest(self) -> str:
+        return self.text[self.at :]
+
+    def fail(self, wanted: str) -> Any:
+        names = [*PRESETS, *QuantValue]
+        near = get_close_matches(self.text, names, n=1, cutoff=0.5)
+        fix = f"Did you mean {near[0]!r}? {_SEE}" if near else _SEE
+        reason = f"at position {self.at} it needs {wanted}, got {self.rest[:12]!r}"
+        raise UnknownScheme(got=self.text, reason=reason, fix=fix)
+
+    def take(self, literal: str) -> bool:
+        found = self.rest.startswith(literal)
+        self.at += len(literal) if found else 0
+        return found
+
+    def match(self, pattern: re.Pattern[str], wanted: str) -> re.Match[str]:
+        found = pattern.match(self.text, self.at)
+        if found is None:
+            self.fail(wanted)
+        self.at = found.end()  # type: ignore[union-attr]  # fail always raises
+        return found  # type: ignore[return-value]
+
+    def scheme(self) -> QuantScheme:
+        start = self.at
+        head = self.match(_HEAD, "a value type")
+        if not is_known(QuantValue, head["value"]):
+            self.at = start
+            self.fail(f"a value type ({', '.join(QuantValue)})")
+        given: dict[str, Any] = {"value": head[0]}
+        if self.take("/"):
+            given["block"] = _block_of(self.match(_BLOCK, "a block such as 32, 128x128, row")[0])
+            given["scale"] = self.dtype() if self.take(":") else self.fail("':' and a scale type")
+            if self.take("/tensor:"):
+                given["tensor_scale"] = self.dtype()
+        if self.take("+bias:"):
+            given["offset"] = (OffsetKind.BIAS, self.dtype())
+        elif self.take("-zero:"):
+            given["offset"] = (OffsetKind.ZERO_POINT, self.dtype())
+        if self.take("@"):
+            given["store"] = self.match(re.compile(r"\w+"), "a store")[0]
+        return QuantScheme(**given)
+
+    def dtype(self) -> str | QuantScheme:
+        if not self.take("("):
+            return self.match(_ATOM, "a type, or a scheme in parentheses")[0]
+        inner = self.scheme()
+        if not self.take(")"):
+            self.fail("')'")
+        return inner
+
+
+# -- one field at a time ----------------------------------------------------------------------
+
+
+def _member(enum: type[_E], name: Any, what: str) -> _E:
+    if is_known(enum, name):
+        return enum(name)
+    near = get_close_matches(str(name), list(enum), n=1, cutoff=0.0)
+    raise UnknownName(what=what, got=name, known=", ".join(enum), nearest=near[0] if near else "")
+
+
+def _value_and_table(value: QuantValue | str) -> tuple[QuantValue, str | None]:
+    head = _HEAD.fullmatch(value) if isinstance(value, str) else None
+    name, table = (head["value"], head["table"]) if head else (value, None)
+    if table is not None and table != CUSTOM and table not in NAMED:
+        known = [*NAMED, CUSTOM]
+        near = get_close_matches(table, known, n=1, cutoff=0.0)
+        raise UnknownName(what="table", got=table, known=", ".join(known), nearest=near[0])
+    return _member(QuantValue, name, "value type"), table
+
+
+def _block(block: Any) -> tuple[int, ...] | None:
+    if block is None:
+        return None
+    extents = (block,) if isinstance(block, int) else tuple(block)
+    for extent in extents:
+        if isinstance(extent, bool) or not isinstance(extent, int) or (extent < 1 and extent != -1):
+            raise InvalidBlock(block=block, extent=extent)
+    while len(extents) > 1 and extents[0] == 1:
+        extents = extents[1:]
+    if not extents:
+        raise InvalidBlock(block=block, extent="nothing")
+    return extents
+
+
+def _block_text(block: tuple[int, ...] | None) -> str:
+    if block is None:
+        return "tensor"
+    return "row" if block == (-1,) else "x".join("*" if b == -1 else str(b) for b in block)
+
+
+def _block_of(text: str) -> tuple[int, ...] | None:
+    if text == "tensor":
+        return None
+    return (-1,) if text == "row" else tuple(-1 if e == "*" else int(e) for e in text.split("x"))
+
+
+def _scale(scale: Any) -> ScaleDtype | QuantScheme:
+    if isinstance(scale, QuantScheme):
+        return scale
+    if isinstance(scale, str) and not is_known(ScaleDtype, scale) and "/" in scale:
+        return parse(scale)
+    return _member(ScaleDtype, scale, "scale type")
+
+
+def _offset(offset: Any) -> Offset | None:
+    if offset is None or isinstance(offset, Offset):
+        return offset
+    kind, dtype = offset.split(":", 1) if isinstance(offset, str) and ":" in offset else offset
+    kind = _member(OffsetKind, kind, "kind of offset")
+    if isinstance(dtype, QuantScheme):
+        return Offset(kind, dtype)
+    if isinstance(dtype, str) and "/" in dtype:
+        return Offset(kind, parse(dtype))
+    if is_known(QuantValue, dtype):
+        return Offset(kind, QuantValue(dtype))
+    return Offset(kind, _member(ScaleDtype, dtype, "offset type"))
+
+
+def _in_parentheses(dtype: StrEnum | QuantScheme) -> str:
+    return f"({dtype})" if isinstance(dtype, QuantScheme) else str(dtype)
+
+
+def _dtype_json(dtype: StrEnum | QuantScheme) -> str | dict[str, Any]:
+    return dtype.to_json() if isinstance(dtype, QuantScheme) else str(dtype)
+
+
+def _dtype_from_json(form: Any) -> Any:
+    return QuantScheme.from_json(form) if isinstance(form, dict) else form
+
+
+# -- what goes together -----------------------------------------------------------------------
+
+
+def _check(s: QuantScheme) -> None:
+    """Refuse combinations that have no meaning, with the nearest that has one."""
+    _check_value(s)
+    _check_offset(s)
+    if s.tensor_scale is not None:
+        _check_tensor_scale(s)
+    if isinstance(s.scale, QuantScheme) and s.scale.mode is QuantMode.SYMMETRIC:
+        return
+    if isinstance(s.scale, QuantScheme) and s.scale.tensor_scale is not None:
+        _refuse("quantized scales with a tensor scale of their own", s, scale=ScaleDtype.F16)
+
+
+def _check_value(s: QuantScheme) -> None:
+    if s.mode is QuantMode.LOOKUP:
+        if s.value.is_float:
+            unsigned = f"u{s.bits}[{s.table}]"
+            _refuse("a lookup code is an index, so a minifloat has no meaning", s, value=unsigned)
+        if s.offset is not None:
+            _refuse("a table already has its own zero, so it takes no offset", s, offset=None)
+        if s.table is not None and s.table != CUSTOM and table_bits(s.table) != s.bits:
+            right = f"u{table_bits(s.table)}[{s.table}]"
+            reason = f"table {s.table} has {2 ** table_bits(s.table)} entries, not {2**s.bits}"
+            _refuse(reason, s, value=right)
+    if s.mode is QuantMode.AFFINE and (s.value.is_float or s.value.is_signed):
+        unsigned = f"u{s.bits}"
+        _refuse(f"affine codes are unsigned, and {s.value} is not", s, value=unsigned)
+
+
+def _check_offset(s: QuantScheme) -> None:
+    if s.mode is QuantMode.AFFINE and s.offset is None:
+        _refuse("affine needs an offset", s, offset=f"zero_point:u{s.bits}")
+    if s.offset is None:
+        return
+    kind, dtype = s.offset
+    if isinstance(dtype, QuantValue) and (kind is OffsetKind.BIAS or dtype[0] != "u"):
+        reason = f"{kind} cannot be stored as {dtype}: integers are for zero points, unsigned"
+        right = "bias:f16" if kind is OffsetKind.BIAS else f"zero_point:u{s.bits}"
+        _refuse(reason, s, offset=right)
+    if isinstance(dtype, ScaleDtype) and dtype not in _FLOAT_OFFSETS:
+        _refuse(f"an offset needs a sign, which {dtype} lacks", s, offset=f"{kind}:f16")
+    if isinstance(dtype, QuantScheme) and kind is OffsetKind.ZERO_POINT:
+        _refuse("a quantized zero point would shift every code", s, offset=f"{kind}:u{s.bits}")
+
+
+def _check_tensor_scale(s: QuantScheme) -> None:
+    if s.block is None:
+        reason = "a tensor scale under a per-tensor scale is the same number twice"
+        _refuse(reason, s, tensor_scale=None)
+    if s.tensor_scale is not ScaleDtype.F32:
+        _refuse(f"the tensor scale is always f32, not {s.tensor_scale}", s, tensor_scale="f32")
+    if isinstance(s.scale, QuantScheme):
+        reason = "quantized scales have their own scale, so a tensor scale is one too many"
+        _refuse(reason, s, tensor_scale=None)
+    if s.scale is ScaleDtype.UE8M0:
+        reason = "ue8m0 reaches every magnitude, so a tensor scale has nothing to do"
+        _refuse(reason, s, tensor_scale=None)
+
+
+def _refuse(reason: str, s: QuantScheme, **nearest: Any) -> None:
+    given = {
+        "value": f"{s.value}[{s.table}]" if s.table else s.value,
+        "mode": s.mode if s.mode is not QuantMode.AFFINE else "symmetric",
+        "block": s.block,
+        "scale": s.scale,
+        "tensor_scale": s.tensor_scale,
+        "offset": s.offset,
+        "store": s.store,
+    }
+    raise InvalidScheme(scheme=str(s), reason=reason, nearest=str(QuantScheme(**(given | nearest))))
