@@ -1,8 +1,8 @@
 """polyquant: one quantized tensor for every Python array library.
 
-    import polyquant as pq
-    q = pq.quantize(weight, "nf4")      # NumPy, torch, JAX: the same codes and scales, bit for bit
-    y = x @ q.T                         # dispatched to the best kernel that can
+import polyquant as pq
+q = pq.quantize(weight, "nf4")      # NumPy, torch, JAX: the same codes and scales, bit for bit
+y = x @ q.T                         # dispatched to the best kernel that can
 """
 
 from polyquant import errors

@@ -6,6 +6,7 @@ library is recognised by the class of the array, so none is ever imported to fin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -118,9 +119,13 @@ def backend_of_device(device: str) -> tuple[Backend, str]:
     """
     if not isinstance(device, str):
         raise UnknownDevice(
-            device=device, reason="a device is a text such as 'torch:cpu'", known=", ".join(BACKENDS)
+            device=device,
+            reason="a device is a text such as 'torch:cpu'",
+            known=", ".join(BACKENDS),
         )
-    found = backend(device.partition(":")[0])
+    name = device.partition(":")[0]
+    is_standard = name not in BACKENDS and hasattr(sys.modules.get(name), "__array_api_version__")
+    found = _standard(name) if is_standard else backend(name)
     return found, found.canonical_device(device)
 
 

@@ -58,7 +58,10 @@ def parts(scheme: QuantScheme, shape: Sequence[int]) -> Iterator[Part]:
 
 
 def _grid_parts(
-    name: str, dtype: ScaleDtype | QuantValue | QuantScheme, grid: tuple[int, ...], owner: QuantScheme
+    name: str,
+    dtype: ScaleDtype | QuantValue | QuantScheme,
+    grid: tuple[int, ...],
+    owner: QuantScheme,
 ) -> Iterator[Part]:
     if isinstance(dtype, QuantScheme):
         for inner in parts(dtype, grid):
@@ -136,7 +139,9 @@ def check_axes(axes: Sequence[int], shape: Sequence[int]) -> None:
         raise InvalidAxes(got=tuple(axes), rank=len(shape), shape=tuple(shape))
 
 
-def check_numbers(arrays: Mapping[str, HostArray], scheme: QuantScheme, shape: Sequence[int]) -> None:
+def check_numbers(
+    arrays: Mapping[str, HostArray], scheme: QuantScheme, shape: Sequence[int]
+) -> None:
     """Raise CorruptData or a table error where stored numbers cannot be what they claim.
 
     Scales, offsets and tensor scales must be finite; a named table must hold its own entries.

@@ -110,9 +110,7 @@ def devices() -> list[DeviceInfo]:
 
 def _kernels_note(device: str) -> str:
     owner, device = backend_of_device(device)
-    fast = [
-        k.name for k in kernels(owner.name, device_kind(device)) if "definition" not in k.name
-    ]
+    fast = [k.name for k in kernels(owner.name, device_kind(device)) if "definition" not in k.name]
     if not fast:
         return "usable, with the definition alone: every scheme and op, no fast kernels"
     return f"usable, with {', '.join(fast)} and the definition"
@@ -186,9 +184,7 @@ def _any_backend(name: str) -> Backend:
 def choose(backend_name: str, problem: Problem, pinned: str | None = None) -> Kernel:
     """The first kernel that does not say why not. Raises NoKernel, or KernelRefused if pinned."""
     candidates = [
-        kernel
-        for kernel in kernels(backend_name, problem.device_kind)
-        if kernel.op == problem.op
+        kernel for kernel in kernels(backend_name, problem.device_kind) if kernel.op == problem.op
     ]
     if pinned is not None:
         return _pinned(candidates, problem, pinned)

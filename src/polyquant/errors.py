@@ -317,9 +317,7 @@ class UnsupportedDtype(PolyquantError, TypeError):
 class DataLength(PolyquantError, ValueError):
     """A buffer that is too short or too long for its scheme and shape."""
 
-    message = (
-        "{what} of scheme {scheme} and shape {shape} has exactly {wanted} bytes; {got} came."
-    )
+    message = "{what} of scheme {scheme} and shape {shape} has exactly {wanted} bytes; {got} came."
 
 
 class CorruptData(PolyquantError, ValueError):

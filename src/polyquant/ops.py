@@ -76,7 +76,8 @@ def quantize(
             (a number where that is one), rounded up to the scale type. With two levels, a pair of
             block scales and tensor scale, or ideal scales alone.
         offsets: your own offsets, of the same shape; computed from the values where left out.
-        table: the entries of a "custom" lookup table, or "kmeans" to fit one to ``x``.
+        table: the entries of a "custom" lookup table (numbers, a NumPy array, or an array beside
+            ``x``), or "kmeans" to fit one to ``x``.
         nonfinite: "raise", or "saturate": infinities go to the ends of the range and NaN to 0.
             Under a tracer, which cannot look, always the latter.
         kernel: a kernel's name, to use that one or raise.
@@ -105,9 +106,7 @@ def quantize(
         problem = one_operand_problem("quantize", x, owner.device_of(x), str(made))
         chosen = choose(owner.name, problem, kernel)
         method = name if argument is None else f"{name}:{argument}"
-        result: QTensor = chosen.run(
-            x, made, method, params=given, table=entries, nonfinite=policy
-        )
+        result: QTensor = chosen.run(x, made, method, params=given, table=entries, nonfinite=policy)
     return result
 
 
@@ -178,7 +177,8 @@ def _table(x: Array, scheme: QuantScheme, table: Any, nonfinite: str) -> Array |
         return constant(x, fit_table(x, scheme, nonfinite))
     source = find_backend(table)
     if source is not None:
-        check_one_device("quantize", [("x", x), ("table", table)])
+        if source.name != "numpy":  # host numbers serve any library
+            check_one_device("quantize", [("x", x), ("table", table)])
         if source.is_traced(table):
             return table
         table = source.to_host(table)
@@ -229,9 +229,7 @@ def _plain_scale(scheme: QuantScheme) -> ScaleDtype:
     return ScaleDtype(str(scheme.scale))
 
 
-def _grid_argument(
-    x: Array, scheme: QuantScheme, given: Any, what: str, *, signed: bool
-) -> Array:
+def _grid_argument(x: Array, scheme: QuantScheme, given: Any, what: str, *, signed: bool) -> Array:
     """Scales or offsets of the caller's as float32 on the grid, beside ``x``."""
     wanted = scheme.scale_shape(x.shape)
     owner = find_backend(given)
@@ -295,8 +293,7 @@ def _offsets_argument(x: Array, scheme: QuantScheme, given: Any) -> Array:
             raise InvalidScale(what="offsets", wanted=wanted, **facts)
         return xp.astype(numbers, xp.uint8)
     storage = ScaleDtype(str(stored))
-    limited = xp.clip(numbers, -storage.max, storage.max)
-    return xp.astype(limited, dtype(xp, storage.storage))
+    return standard.nearest(numbers, storage)
 
 
 # -- dequantize -------------------------------------------------------------------------------
@@ -459,5 +456,3 @@ def _operation(function: Any, q: QTensor) -> str | None:
             if found is not None:
                 return found
     return None
-
-

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from polyquant.arrays import Array, backend_of, backend_of_device, dtype, dtype_name, find_backend, namespace
+from polyquant.arrays import (
+    Array,
+    backend_of,
+    backend_of_device,
+    dtype,
+    dtype_name,
+    find_backend,
+    namespace,
+)
 from polyquant.codec import unpack
 from polyquant.data import (
     TensorData,

@@ -265,10 +265,14 @@ class QuantScheme:
             try:
                 form = json.loads(form)
             except json.JSONDecodeError as error:
-                raise UnknownScheme(got=form, reason=f"it is not JSON ({error})", fix=_SEE) from None
+                raise UnknownScheme(
+                    got=form, reason=f"it is not JSON ({error})", fix=_SEE
+                ) from None
         if not isinstance(form, dict) or set(form) != _JSON_FIELDS:
             raise UnknownScheme(
-                got=form, reason=f"a JSON form has exactly the fields {sorted(_JSON_FIELDS)}", fix=_SEE
+                got=form,
+                reason=f"a JSON form has exactly the fields {sorted(_JSON_FIELDS)}",
+                fix=_SEE,
             )
         if form["version"] != JSON_VERSION:
             raise UnsupportedVersion(what="scheme", got=form["version"], known=JSON_VERSION)
@@ -293,9 +297,7 @@ class QuantScheme:
         return scheme
 
 
-_JSON_FIELDS = frozenset(
-    "version value mode table block scale tensor_scale offset store".split()
-)
+_JSON_FIELDS = frozenset(["version", "value", "mode", "table", "block", "scale", "tensor_scale", "offset", "store"])
 _SEE = "The presets are listed by pq.presets()"
 
 

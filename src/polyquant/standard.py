@@ -31,6 +31,7 @@ from polyquant.values import (
     ScaleDtype,
     decode_table,
     scale_grid,
+    scale_thresholds,
     thresholds,
 )
 
@@ -158,10 +159,11 @@ def finite_f32(x: Array, *, nonfinite: str, for_range: bool) -> Array:
 def flush(x: Array) -> Array:
     """Numbers below the smallest normal float32 as a zero of their sign.
 
-    The product with 0 or 1 is exact, so contracting it into a later sum changes nothing.
+    The select also keeps a product from being contracted into a later sum. (A product with a 0/1
+    mask would not do: XLA makes that a select with +0 and loses the sign.)
     """
     xp = namespace(x)
-    return x * xp.astype(xp.abs(x) >= TINY, xp.float32)
+    return xp.where(xp.abs(x) >= TINY, x, x * 0.0)
 
 
 def divide(a: Array, b: Array | float) -> Array:
@@ -262,7 +264,8 @@ def ideal_scale(scheme: QuantScheme, low: Array, high: Array, table: Array | Non
     """The scale that covers ``low..high`` (float32 grids), before any rounding."""
     xp = namespace(low)
     if scheme.mode is QuantMode.AFFINE:
-        return flush(divide(high - low, float(2**scheme.bits - 1)))
+        width = xp.clip(high - low, 0.0, _F32_MAX)  # the ends can be further apart than float32 is
+        return flush(divide(width, float(2**scheme.bits - 1)))
     alpha = xp.maximum(xp.abs(low), xp.abs(high))
     if scheme.mode is QuantMode.LOOKUP:
         return flush(divide(alpha, xp.max(xp.abs(table))))
@@ -287,13 +290,21 @@ def store_offsets(scheme: QuantScheme, low: Array, scale: Divisor) -> Array | No
     if isinstance(stored, QuantValue):
         top = min(2**stored.bits, 2**scheme.bits) - 1
         return xp.astype(xp.clip(xp.round(number), 0, top), xp.uint8)
-    limit = stored.max
-    return xp.astype(xp.clip(number, -limit, limit), dtype(xp, stored.storage))
+    return nearest(number, stored)
 
 
-def params_of(
-    scheme: QuantScheme, ideal: Array, low: Array | None, table: Array | None
-) -> Params:
+def nearest(x: Array, kind: ScaleDtype) -> Array:
+    """Numbers rounded to nearest even onto a float scale type, saturating, in its storage dtype."""
+    xp = namespace(x)
+    limited = xp.clip(x, -kind.max, kind.max)
+    if kind is not ScaleDtype.F32:
+        index = _count_below(xp.abs(limited), scale_thresholds(kind))
+        magnitude = _take(index, scale_grid(kind))
+        limited = xp.where(limited < 0, -magnitude, magnitude)
+    return xp.astype(limited, dtype(xp, kind.storage))
+
+
+def params_of(scheme: QuantScheme, ideal: Array, low: Array | None, table: Array | None) -> Params:
     """The stored parameters for ideal scales and, where there is an offset, the lowest values."""
     scales, tensor_scale = store_scales(ideal, scheme)
     made = Params(scales, tensor_scale, None, table)
@@ -575,4 +586,3 @@ def _take_array(index: Array, numbers: Array) -> Array:
     xp = namespace(index)
     flat = xp.astype(xp.reshape(index, (-1,)), xp.int32)
     return xp.reshape(xp.take(numbers, flat), index.shape)
-

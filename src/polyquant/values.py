@@ -8,6 +8,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -184,9 +185,12 @@ def thresholds(value: QuantValue) -> F32:
     go up (the code above it is even) is therefore replaced by the float32 just below it.
     """
     numbers = grid(value)
-    middle = (numbers[:-1] + numbers[1:]) / np.float32(2)
-    upper_is_even = np.arange(1, len(numbers)) % 2 == 0
-    return np.where(upper_is_even, np.nextafter(middle, np.float32(0)), middle)
+    return _even_thresholds(numbers, np.arange(len(numbers)))
+
+
+def _even_thresholds(numbers: F32, bits: npt.NDArray[Any]) -> F32:
+    middle = numbers[:-1] / np.float32(2) + numbers[1:] / np.float32(2)
+    return np.where(bits[1:] % 2 == 0, np.nextafter(middle, np.float32(0)), middle)
 
 
 @cache
@@ -205,6 +209,18 @@ def scale_grid(dtype: ScaleDtype) -> F32:
     # bf16 is the upper half of a float32; its subnormals (bits below 0x80) are float32's.
     bits = np.concatenate([[0], np.arange(0x80, 0x7F80)]).astype(np.uint32) << 16
     return bits.view(np.float32)
+
+
+@cache
+def scale_thresholds(dtype: ScaleDtype) -> F32:
+    """``thresholds`` for f16 and bf16, by index into ``scale_grid``."""
+    numbers = scale_grid(dtype)
+    return _even_thresholds(numbers, numbers.astype(host_float(dtype)).view(np.uint16))
+
+
+def host_float(dtype: ScaleDtype) -> np.dtype[Any]:
+    """The NumPy dtype of a float scale type."""
+    return np.dtype(ml_dtypes.bfloat16 if dtype is ScaleDtype.BF16 else dtype.storage)
 
 
 def is_known(enum: type[StrEnum], name: Any) -> bool:

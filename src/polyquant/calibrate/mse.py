@@ -118,7 +118,7 @@ def _there(x: Array, params: Params, table: Array | None) -> Params:
     def move(part: HostArray | None) -> Array | None:
         if part is None or hasattr(part, "to_data"):
             return None if part is None else part.to(backend_of(x).device_of(x))
-        return constant(x, part)
+        return constant(x, np.asarray(part))
 
     moved = [move(part) for part in params[:3]]
     return Params(moved[0], moved[1], moved[2], table)

@@ -10,9 +10,9 @@ from polyquant.arrays import Array, HostArray, constant, namespace
 from polyquant.calibrate.host import F64, block_runs, fixed_sum, lines, on_host
 from polyquant.scheme import QuantScheme
 from polyquant.standard import (
+    Params,
     divide,
     flush,
-    Params,
     ideal_scale,
     params_of,
     reduce_blocks,
@@ -101,8 +101,6 @@ def signed_max(
     return params_of(scheme, ideal, None, table)
 
 
-
-
 def mx_floor_refuses(scheme: QuantScheme) -> str | None:
     """The rule gives an exponent."""
     if scheme.scale is not ScaleDtype.UE8M0:
@@ -145,9 +143,7 @@ def _grid(like: Array, numbers: F64) -> Array:
     return constant(like, numbers.astype(np.float32))
 
 
-def _whole_lines(
-    host: HostArray, scheme: QuantScheme, nonfinite: str
-) -> list[tuple[slice, F32]]:
+def _whole_lines(host: HostArray, scheme: QuantScheme, nonfinite: str) -> list[tuple[slice, F32]]:
     """Lines of whole blocks: where a block spans all rows, the runs are joined again."""
     runs = [
         (run.grid_rows, lines(values))
