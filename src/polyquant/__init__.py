@@ -10,7 +10,9 @@ from polyquant.data import TensorData
 from polyquant.dispatch import device_of, devices, explain, supports
 from polyquant.ops import is_quantized, linear, matmul, quantize, same_backend
 from polyquant.qtensor import QTensor, from_data
+from polyquant.quality import Quality, measure
 from polyquant.scheme import Offset, QuantScheme, presets, scheme
+from polyquant.tree import quantize_tree
 from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
 
 __version__ = "0.1.0"
@@ -18,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Offset",
     "QTensor",
+    "Quality",
     "QuantMode",
     "QuantScheme",
     "QuantStore",
@@ -32,8 +35,10 @@ __all__ = [
     "is_quantized",
     "linear",
     "matmul",
+    "measure",
     "presets",
     "quantize",
+    "quantize_tree",
     "same_backend",
     "scheme",
     "supports",

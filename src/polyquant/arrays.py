@@ -7,9 +7,9 @@ library is recognised by the class of the array, so none is ever imported to fin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -88,15 +88,18 @@ def backend_of(array: Array, role: str = "The operand") -> Backend:
 
 def find_backend(array: Any) -> Backend | None:
     """The backend whose array this is, or None."""
-    name = _owner(type(array))
+    name = _owner(array.__class__)
     if name is not None:
         candidate = _standard(name) if name not in BACKENDS else backend(name)
         return candidate if candidate.is_array(array) else None
     return None
 
 
-@cache
-def _owner(cls: type) -> str | None:
+@lru_cache(maxsize=1024)
+def _owner(cls: Hashable) -> str | None:
+    """The library of an array class: the first of its bases that a known library defines."""
+    if not isinstance(cls, type):
+        return None
     for base in cls.__mro__:
         root = base.__module__.partition(".")[0]
         if root in _OWNERS:

@@ -1,8 +1,8 @@
 """Packing: fields of 1 to 8 bits to bytes and back, for the three stores.
 
-Field ``i`` of a line occupies bits ``[i*bits, (i+1)*bits)`` of a little-endian bit stream. Each line
-is padded to whole 32-bit words (packed_u32) or bytes (packed_native); native keeps a byte a code,
-sign-extended where the value is a signed integer.
+Field ``i`` of a line occupies bits ``[i*bits, (i+1)*bits)`` of a little-endian bit stream. Each
+line is padded to whole 32-bit words (packed_u32) or bytes (packed_native); native keeps a byte a
+code, sign-extended where the value is a signed integer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def line_size_bytes(length: int, bits: int, store: QuantStore) -> int:
 
 
 def pack(xp: Any, fields: Array, value: QuantValue, store: QuantStore) -> Array:
-    """Pack unsigned fields ``(..., length)``, uint8, into bytes ``(..., line_size_bytes)``, uint8."""
+    """Pack unsigned fields ``(..., length)`` into bytes ``(..., line_size_bytes)``, all uint8."""
     bits, length = value.bits, fields.shape[-1]
     if store is QuantStore.NATIVE:
         return _extend_sign(fields, value)

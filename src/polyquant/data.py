@@ -1,7 +1,7 @@
 """The host form of a quantized tensor: one run of bytes, a shape and a scheme.
 
-``bytes = codes | scales | tensor scale (f32) | offsets | table (f32)``, little-endian, no padding in
-between. Scales that are quantized themselves stand there as their own such run.
+``bytes = codes | scales | tensor scale (f32) | offsets | table (f32)``, little-endian, no padding
+in between. Scales that are quantized themselves stand there as their own such run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def host_dtype(name: str) -> np.dtype[np.generic]:
     """The little-endian NumPy dtype of a storage dtype."""
     if name == "bfloat16":
         return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name).newbyteorder("<")
+    return np.dtype(name).newbyteorder("<")  # type: ignore[no-any-return]  # NumPy's stubs
 
 
 def parts(scheme: QuantScheme, shape: Sequence[int]) -> Iterator[Part]:

@@ -260,7 +260,7 @@ def explain(op: str, *operands: Any) -> Explanation:
 
 def explain_problem(backend_name: str, problem: Problem) -> Explanation:
     """``explain`` for facts alone."""
-    reasons = []
+    reasons: list[tuple[str, str]] = []
     for kernel in kernels(backend_name, problem.device_kind):
         if kernel.op != problem.op:
             continue

@@ -1,8 +1,8 @@
 """What a kernel is, and the facts that it is chosen by.
 
-A kernel module ends with ``KERNELS = (Kernel(...), ...)``. ``why_not`` answers in words why a kernel
-cannot run a problem, or None when it can; dispatch, ``explain``, ``supports``, the generated support
-table and the skips of tests all ask that one function.
+A kernel module ends with ``KERNELS = (Kernel(...), ...)``. ``why_not`` answers in words why a
+kernel cannot run a problem, or None when it can; dispatch, ``explain``, ``supports``, the generated
+support table and the skips of tests all ask that one function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Problem(NamedTuple):
 
     ``a`` and ``b`` are a scheme for a quantized operand and a dtype name for a float one; ``b`` is
     None where there is one operand. ``layout`` holds each quantized operand's axis order, or None.
-    ``m, n, k`` are the extents of a product, rounded up to powers of two; 0 where they mean nothing.
+    ``m, n, k`` are the extents of a product, rounded up to powers of two; 0 without meaning.
     """
 
     op: str

@@ -72,7 +72,7 @@ def quantize(
         scheme: a QuantScheme, a preset's name or a text form.
         calibration: "minmax", "absmean", "mse", "percentile" ("percentile:99.5"), "signed_max" or
             "mx_floor".
-        scales: your own scales instead: ideal or stored ones of shape ``scheme.scale_shape(x.shape)``
+        scales: your own scales instead: ideal or stored ones on ``scheme.scale_shape(x.shape)``
             (a number where that is one), rounded up to the scale type. With two levels, a pair of
             block scales and tensor scale, or ideal scales alone.
         offsets: your own offsets, of the same shape; computed from the values where left out.
@@ -128,7 +128,7 @@ def _plain(x: Array, owner: Backend) -> Array:
 
 
 def _check_values(x: Array, scheme: QuantScheme, nonfinite: str, owner: Backend) -> str:
-    """Refuse NaN, infinity and impossible signs; returns the rule that holds ("saturate" traced)."""
+    """Refuse NaN, infinity and impossible signs; returns the rule that then holds."""
     if owner.is_traced(x):
         return "saturate"
     xp = namespace(x)

@@ -297,7 +297,9 @@ class QuantScheme:
         return scheme
 
 
-_JSON_FIELDS = frozenset(["version", "value", "mode", "table", "block", "scale", "tensor_scale", "offset", "store"])
+_JSON_FIELDS = frozenset(
+    ("version", "value", "mode", "table", "block", "scale", "tensor_scale", "offset", "store")
+)
 _SEE = "The presets are listed by pq.presets()"
 
 
@@ -343,7 +345,7 @@ def presets() -> dict[str, QuantScheme]:
 
 
 def scheme(text: str | QuantScheme) -> QuantScheme:
-    """The scheme of a preset name, a text form, or a bare value (``"q4s"`` is ``QuantScheme("q4s")``).
+    """The scheme of a preset's name, a text form, or a value alone (``QuantScheme("q4s")``).
 
     Raises UnknownScheme with the nearest name, or what the constructor raises.
     """

@@ -14,7 +14,7 @@ against. Three habits keep it bit-identical under compilers that reorder or cont
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -273,7 +273,7 @@ def ideal_scale(scheme: QuantScheme, low: Array, high: Array, table: Array | Non
 
 
 def store_offsets(scheme: QuantScheme, low: Array, scale: Divisor) -> Array | None:
-    """The stored offsets for blocks whose lowest value is ``low``: rounded to nearest, saturated."""
+    """The stored offsets for blocks whose lowest value is ``low``: to nearest, saturated."""
     if scheme.offset is None:
         return None
     kind, stored = scheme.offset
@@ -478,24 +478,36 @@ def dequantize(q: QTensor, kind: Any) -> Array:
     ``kind``: a dtype of the library, or None for float32. In logical order.
     """
     xp = namespace(q.data)
-    stored = q.stored_shape
-    blocks = blocks_of(q.scheme, stored)
-    params = Params(q.scales, q.tensor_scale, q.offsets, q.table)
-    scale = divisor(q.scheme, params)
+    runs = [
+        values if kind is None else xp.astype(values, kind)
+        for values in _decoded_runs(q, row_runs(_blocks(q), whole=_traced(q.data)))
+    ]
+    return q.to_logical(xp.reshape(_join(xp, runs), q.stored_shape))
+
+
+def dequantize_rows(q: QTensor, run: Rows) -> Array:
+    """The values (float32) of one run of rows, in stored order."""
+    return next(_decoded_runs(q, [run]))
+
+
+def _blocks(q: QTensor) -> Blocks:
+    return blocks_of(q.scheme, q.stored_shape)
+
+
+def _decoded_runs(q: QTensor, runs: Iterable[Rows]) -> Iterator[Array]:
+    xp, blocks = namespace(q.data), _blocks(q)
+    scale = divisor(q.scheme, Params(q.scales, q.tensor_scale, q.offsets, q.table))
     offsets = None if q.offsets is None else offset_numbers(q.offsets)
     data = xp.reshape(q.data, (*blocks.shape[:-1], q.data.shape[-1]))
     length, value, store = blocks.shape[-1], q.scheme.value, q.scheme.store
     one_line = unpack(xp, data, length, value, store) if len(blocks.shape) == 1 else None
-    runs = []
-    for run in row_runs(blocks, whole=_traced(q.data)):
+    for run in runs:
         if one_line is None:
             fields = unpack(xp, data[run.rows, ...], length, value, store)
         else:
             fields = one_line[run.rows]
         fields = split(xp, fields, run.blocks)
-        values = merge(xp, decode(fields, q.scheme, scale, offsets, q.table, run), run.blocks)
-        runs.append(values if kind is None else xp.astype(values, kind))
-    return q.to_logical(xp.reshape(_join(xp, runs), stored))
+        yield merge(xp, decode(fields, q.scheme, scale, offsets, q.table, run), run.blocks)
 
 
 def decode(

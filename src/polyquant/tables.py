@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -77,7 +78,7 @@ def _fp4() -> F32:
 
 
 #: Name of a table -> the function that makes it. A new table is one line here.
-NAMED = MappingProxyType(
+NAMED: MappingProxyType[str, Callable[[], F32]] = MappingProxyType(
     {
         "nf4": lambda: np.asarray(_NF4, dtype=np.float32),
         "fp4": _fp4,
@@ -92,7 +93,7 @@ NAMED = MappingProxyType(
 @cache
 def named_table(name: str) -> F32:
     """The entries of a named table: float32, ``(2**bits,)``, read-only."""
-    table: F32 = NAMED[name]()
+    table = NAMED[name]()
     table.flags.writeable = False
     return table
 

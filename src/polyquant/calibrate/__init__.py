@@ -1,8 +1,8 @@
-"""Calibration: from values to stored scales. One table of methods, one function to quantize with.
+"""Calibration: from values to stored scales. One table of methods, one function that quantizes.
 
-A method takes ``(x, scheme, table, nonfinite, argument)`` with ``x`` in stored order and returns the
-``Params`` of the definition. Methods that choose by sums do so in float64 on the host, in a fixed
-order, so that every backend chooses alike.
+A method takes ``(x, scheme, table, nonfinite, argument)`` with ``x`` in stored order and returns
+the ``Params`` of the definition. Methods that choose by sums do so in float64 on the host, in a
+fixed order, so that every backend chooses alike.
 """
 
 from __future__ import annotations

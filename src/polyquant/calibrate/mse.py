@@ -7,6 +7,7 @@ import numpy as np
 from polyquant.arrays import Array, HostArray, backend_of, constant
 from polyquant.calibrate.host import F64, block_runs, fixed_sum, lines, on_host
 from polyquant.calibrate.ranges import minmax_refuses
+from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.standard import (
     Divisor,
@@ -115,9 +116,11 @@ def _round_trip(
 def _there(x: Array, params: Params, table: Array | None) -> Params:
     """Host parameters beside ``x``; the table stays the caller's."""
 
-    def move(part: HostArray | None) -> Array | None:
-        if part is None or hasattr(part, "to_data"):
-            return None if part is None else part.to(backend_of(x).device_of(x))
+    def move(part: HostArray | QTensor | None) -> Array | None:
+        if part is None:
+            return None
+        if isinstance(part, QTensor):
+            return part.to(backend_of(x).device_of(x))
         return constant(x, np.asarray(part))
 
     moved = [move(part) for part in params[:3]]

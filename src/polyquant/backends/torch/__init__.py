@@ -45,8 +45,10 @@ def _devices() -> tuple[str, ...]:
 def _to_host(array: torch.Tensor) -> HostArray:
     host = array.detach().cpu()
     if host.dtype is torch.bfloat16:
-        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return host.numpy()
+        bits: HostArray = host.view(torch.int16).numpy()
+        return bits.view(ml_dtypes.bfloat16)
+    plain: HostArray = host.numpy()
+    return plain
 
 
 def _from_host(array: HostArray, device: str) -> torch.Tensor:
