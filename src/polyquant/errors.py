@@ -13,11 +13,32 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from string import Formatter
 from types import MappingProxyType
 from typing import Any, ClassVar
+
+
+#: Characters of a fact's repr in a message: enough for a scheme, a path or a short list.
+_LONGEST_REPR = 200
+
+
+class _Text(Formatter):
+    """Fills a message; a repr (``{got!r}``) that would fill a screen is cut in the middle."""
+
+    def convert_field(self, value: Any, conversion: str | None) -> Any:
+        if conversion != "r":
+            return super().convert_field(value, conversion)
+        shown = repr(value)
+        if len(shown) <= _LONGEST_REPR:
+            return shown
+        half = _LONGEST_REPR // 2
+        return " ".join(f"{shown[:half]} ... {shown[-half:]}".split())
+
+
+_TEXT = _Text()
 
 
 class PolyquantError(Exception):
@@ -31,7 +52,7 @@ class PolyquantError(Exception):
 
     def __init__(self, **facts: Any) -> None:
         self.facts = facts
-        super().__init__(f"{self.message.format(**facts)} [{self.slug}]")
+        super().__init__(f"{_TEXT.vformat(self.message, (), facts)} [{self.slug}]")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.facts)
@@ -71,8 +92,8 @@ class InvalidBlock(PolyquantError, ValueError):
     """A block extent that is zero, negative or not an integer."""
 
     message = (
-        "Block {block!r} has the extent {extent!r}; an extent is a whole number of at least 1, or "
-        "-1 for a whole axis. Pass block=None for one block over the whole tensor."
+        "Block {block!r} has the extent {extent!r}; an extent is a whole number from 1 to "
+        "2^63 - 1, or -1 for a whole axis. Pass block=None for one block over the whole tensor."
     )
 
 
@@ -80,8 +101,9 @@ class BlockRank(PolyquantError, ValueError):
     """A block with more axes than the tensor."""
 
     message = (
-        "Block {block} has {block_rank} axes, but the tensor of shape {shape} has {rank}. Use a "
-        "block with at most {rank}, or reshape the tensor."
+        "A block of {block} has {block_rank} axes, and the tensor of shape {shape} has {rank}. Use "
+        "a block of no more axes than the tensor, block=None for one block over all of it, or "
+        "reshape the tensor."
     )
 
 
@@ -153,7 +175,7 @@ class NotFloat(PolyquantError, TypeError):
     """An array of integers, booleans or complex numbers where floats are needed."""
 
     message = (
-        "{role} needs a floating-point array (float16, bfloat16, float32 or float64); what came "
+        "{role} must be a floating-point array (float16, bfloat16, float32 or float64); what came "
         "is {dtype}. Convert it first, e.g. {fix}."
     )
 
@@ -162,8 +184,9 @@ class NotAnArray(PolyquantError, TypeError):
     """An operand that is neither a QTensor nor an array of a known library."""
 
     message = (
-        "{role} needs an array of a known library (NumPy, PyTorch, JAX, or any that follows the "
-        "Python array API standard) or a QTensor; what came is {got}."
+        "{role} must be an array of a known library (NumPy, PyTorch, JAX, or any that follows the "
+        "Python array API standard) or a QTensor; what came is {got}. Make it an array first, e.g. "
+        "with numpy.asarray."
     )
 
 
@@ -171,7 +194,7 @@ class AlreadyQuantized(PolyquantError, TypeError):
     """A QTensor where a float array is needed."""
 
     message = (
-        "{role} needs a float array; what came is already quantized as {scheme}. Call "
+        "{role} must be a float array; what came is already quantized as {scheme}. Call "
         ".dequantize() first, and know that quantizing twice loses twice."
     )
 
@@ -311,7 +334,7 @@ class Immutable(PolyquantError, AttributeError):
 class UnsupportedDtype(PolyquantError, TypeError):
     """A dtype that an output or a file cannot have."""
 
-    message = "{what} cannot be {dtype}. Known: {known}."
+    message = "{what} cannot be {dtype!r}. Known: {known}."
 
 
 class DataLength(PolyquantError, ValueError):
@@ -426,23 +449,31 @@ def _records() -> dict[str, dict[str, Any]]:
     return tomllib.loads(text)
 
 
+def _pattern(cls: type[PolyquantError]) -> str:
+    """A regular expression, of the kind that every language reads, for the whole text."""
+    parts = []
+    for literal, name, _, _ in Formatter().parse(f"{cls.message} [{cls.slug}]"):
+        parts.append(re.sub(r"[.^$*+?{}()\[\]|\\]", r"\\\g<0>", literal).replace("\n", r"\n"))
+        parts.append(r"[\s\S]*" if name else "")
+    return "".join(parts)
+
+
 def record(slug: str) -> dict[str, Any]:
     """The full record of an error, with the documented field names.
 
+    ``messagePattern`` matches the whole text of the error, its ``[slug]`` included.
+
     Raises UnknownSlug with the nearest slug.
     """
-    if slug not in CATALOGUE:
-        from difflib import get_close_matches
-
-        near = get_close_matches(slug, CATALOGUE, n=1, cutoff=0.0)
+    if not isinstance(slug, str) or slug not in CATALOGUE:
+        near = get_close_matches(str(slug), CATALOGUE, n=1, cutoff=0.0)
         raise UnknownSlug(slug=slug, nearest=near[0])
     cls = CATALOGUE[slug]
-    pattern = re.sub(r"\\\{.*?\\\}", ".*", re.escape(cls.message)).replace(r"\ ", " ")
     builtin = next(base for base in cls.__bases__ if base is not PolyquantError)
     derived = {
         "slug": slug,
         "errorMessage": cls.message,
-        "messagePattern": pattern,
+        "messagePattern": _pattern(cls),
         "errorType": builtin.__name__,
         "errorClass": f"polyquant.errors.{cls.__name__}",
     }

@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum
 from functools import lru_cache
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from polyquant.errors import (
     BlockRank,
+    InvalidArgument,
     InvalidBlock,
     InvalidScheme,
     UnknownName,
@@ -37,6 +39,9 @@ from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype, is_k
 #: Version of the JSON form. A change of what a field means raises it.
 JSON_VERSION = 1
 
+#: Schemes in one another. Formats use two (scales that are quantized); more is a hostile text.
+_DEEPEST = 4
+_LONGEST_EXTENT = 2**63 - 1
 _FLOAT_OFFSETS = (ScaleDtype.F32, ScaleDtype.F16, ScaleDtype.BF16)
 _E = TypeVar("_E", bound=StrEnum)
 
@@ -264,37 +269,49 @@ class QuantScheme:
         if isinstance(form, str):
             try:
                 form = json.loads(form)
-            except json.JSONDecodeError as error:
-                raise UnknownScheme(
-                    got=form, reason=f"it is not JSON ({error})", fix=_SEE
-                ) from None
-        if not isinstance(form, dict) or set(form) != _JSON_FIELDS:
-            raise UnknownScheme(
-                got=form,
-                reason=f"a JSON form has exactly the fields {sorted(_JSON_FIELDS)}",
-                fix=_SEE,
-            )
-        if form["version"] != JSON_VERSION:
-            raise UnsupportedVersion(what="scheme", got=form["version"], known=JSON_VERSION)
-        offset = form["offset"]
-        if isinstance(offset, dict):
-            if set(offset) != {"kind", "dtype"}:
-                raise UnknownScheme(got=form, reason="its offset needs kind and dtype", fix=_SEE)
-            offset = (offset["kind"], _dtype_from_json(offset["dtype"]))
-        scheme = cls(
-            f"{form['value']}[{form['table']}]" if form["table"] is not None else form["value"],
-            mode=form["mode"],
-            block=form["block"],
-            scale=_dtype_from_json(form["scale"]),
-            tensor_scale=form["tensor_scale"],
-            offset=offset,
-            store=form["store"],
-        )
-        if str(scheme.mode) != form["mode"]:
-            raise UnknownScheme(
-                got=form, reason=f"mode {form['mode']!r} disagrees with its other fields", fix=_SEE
-            )
-        return scheme
+            except (ValueError, RecursionError) as error:
+                reason = f"it is not JSON ({error})"
+                raise UnknownScheme(got=form, reason=reason, fix=_SEE) from None
+        return _scheme_of(form, depth=1)
+
+
+def _scheme_of(form: Any, *, depth: int) -> QuantScheme:
+    """The scheme of a JSON form that may come from outside, ``depth`` schemes deep."""
+    reason = None
+    if not isinstance(form, dict) or set(form) != _JSON_FIELDS:
+        reason = f"a JSON form has exactly the fields {', '.join(sorted(_JSON_FIELDS))}"
+    elif depth > _DEEPEST:
+        reason = f"at most {_DEEPEST} schemes lie in one another"
+    elif form["offset"] is not None and not _has_offset_fields(form["offset"]):
+        reason = "its offset needs kind and dtype, or null"
+    if reason is not None:
+        raise UnknownScheme(got=form, reason=reason, fix=_SEE)
+    if form["version"] != JSON_VERSION:
+        raise UnsupportedVersion(what="scheme", got=form["version"], known=JSON_VERSION)
+
+    def dtype(inner: Any) -> Any:
+        return _scheme_of(inner, depth=depth + 1) if isinstance(inner, dict) else inner
+
+    offset, table = form["offset"], form["table"]
+    scheme = QuantScheme(
+        f"{form['value']}[{table}]" if table is not None else form["value"],
+        mode=form["mode"],
+        block=form["block"],
+        scale=dtype(form["scale"]),
+        tensor_scale=form["tensor_scale"],
+        offset=None if offset is None else (offset["kind"], dtype(offset["dtype"])),
+        store=form["store"],
+    )
+    made = scheme.to_json()
+    field = next((name for name in sorted(_JSON_FIELDS) if made[name] != form[name]), None)
+    if field is not None:
+        reason = f"its {field} {form[field]!r} disagrees with its other fields ({made[field]!r})"
+        raise UnknownScheme(got=form, reason=reason, fix=_SEE)
+    return scheme
+
+
+def _has_offset_fields(offset: Any) -> bool:
+    return isinstance(offset, dict) and set(offset) == {"kind", "dtype"}
 
 
 _JSON_FIELDS = frozenset(
@@ -363,14 +380,16 @@ def _named(text: str) -> QuantScheme:
 
 _HEAD = re.compile(r"(?P<value>[a-z0-9]+)(?:\[(?P<table>\w+)\])?")
 _ATOM = re.compile(r"[a-z0-9]+")
-_BLOCK = re.compile(r"tensor|row|(?:\d+|\*)(?:x(?:\d+|\*))*")
+_BLOCK = re.compile(r"tensor|row|(?:[0-9]{1,19}|\*)(?:x(?:[0-9]{1,19}|\*))*")
 _STORE = re.compile(r"@(\w+)$")
 
 
 def parse(text: str) -> QuantScheme:
     """The scheme of a text form. Raises UnknownScheme with the place, or the nearest name."""
     if not isinstance(text, str):
-        raise UnknownScheme(got=text, reason=f"it is a {type(text).__name__}, not text", fix=_SEE)
+        raise UnknownScheme(
+            got=text, reason=f"its type is {type(text).__name__}, not str", fix=_SEE
+        )
     reader = _Reader(text)
     made = reader.scheme()
     if reader.rest:
@@ -382,7 +401,7 @@ class _Reader:
     """A cursor over a text form: each method reads one rule of the grammar."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+        self.text, self.at, self.depth = text, 0, 0
 
     @property
     def rest(self) -> str:
@@ -430,9 +449,13 @@ class _Reader:
     def dtype(self) -> str | QuantScheme:
         if not self.take("("):
             return self.match(_ATOM, "a type, or a scheme in parentheses")[0]
+        self.depth += 1
+        if self.depth >= _DEEPEST:
+            self.fail(f"at most {_DEEPEST} schemes in one another")
         inner = self.scheme()
         if not self.take(")"):
             self.fail("')'")
+        self.depth -= 1
         return inner
 
 
@@ -443,7 +466,7 @@ def _member(enum: type[_E], name: Any, what: str) -> _E:
     if is_known(enum, name):
         return enum(name)
     near = get_close_matches(str(name), list(enum), n=1, cutoff=0.0)
-    raise UnknownName(what=what, got=name, known=", ".join(enum), nearest=near[0] if near else "")
+    raise UnknownName(what=what, got=name, known=", ".join(enum), nearest=str(near[0]))
 
 
 def _value_and_table(value: QuantValue | str) -> tuple[QuantValue, str | None]:
@@ -459,10 +482,13 @@ def _value_and_table(value: QuantValue | str) -> tuple[QuantValue, str | None]:
 def _block(block: Any) -> tuple[int, ...] | None:
     if block is None:
         return None
-    extents = (block,) if isinstance(block, int) else tuple(block)
-    for extent in extents:
-        if isinstance(extent, bool) or not isinstance(extent, int) or (extent < 1 and extent != -1):
+    several = isinstance(block, Sequence) and not isinstance(block, str | bytes)
+    given = tuple(block) if several else (block,)
+    for extent in given:
+        whole = isinstance(extent, Integral) and not isinstance(extent, bool)
+        if not whole or not (extent == -1 or 1 <= extent <= _LONGEST_EXTENT):
             raise InvalidBlock(block=block, extent=extent)
+    extents = tuple(int(extent) for extent in given)
     while len(extents) > 1 and extents[0] == 1:
         extents = extents[1:]
     if not extents:
@@ -491,17 +517,25 @@ def _scale(scale: Any) -> ScaleDtype | QuantScheme:
 
 
 def _offset(offset: Any) -> Offset | None:
-    if offset is None or isinstance(offset, Offset):
-        return offset
-    kind, dtype = offset.split(":", 1) if isinstance(offset, str) and ":" in offset else offset
-    kind = _member(OffsetKind, kind, "kind of offset")
+    if offset is None:
+        return None
+    pair = offset.split(":", 1) if isinstance(offset, str) else offset
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        wanted = "a kind and a type, such as 'bias:f16' or 'zero_point:u4'"
+        raise InvalidArgument(name="offset", wanted=wanted, got=offset)
+    kind, dtype = _member(OffsetKind, pair[0], "kind of offset"), pair[1]
     if isinstance(dtype, QuantScheme):
         return Offset(kind, dtype)
     if isinstance(dtype, str) and "/" in dtype:
         return Offset(kind, parse(dtype))
     if is_known(QuantValue, dtype):
         return Offset(kind, QuantValue(dtype))
-    return Offset(kind, _member(ScaleDtype, dtype, "offset type"))
+    if is_known(ScaleDtype, dtype):
+        return Offset(kind, ScaleDtype(dtype))
+    known = [*_FLOAT_OFFSETS, *(value for value in QuantValue if not value.is_signed)]
+    near = get_close_matches(str(dtype), known, n=1, cutoff=0.0)
+    what, names = "offset type", ", ".join(known)
+    raise UnknownName(what=what, got=dtype, known=names, nearest=str(near[0]))
 
 
 def _in_parentheses(dtype: StrEnum | QuantScheme) -> str:
@@ -512,15 +546,14 @@ def _dtype_json(dtype: StrEnum | QuantScheme) -> str | dict[str, Any]:
     return dtype.to_json() if isinstance(dtype, QuantScheme) else str(dtype)
 
 
-def _dtype_from_json(form: Any) -> Any:
-    return QuantScheme.from_json(form) if isinstance(form, dict) else form
-
-
 # -- what goes together -----------------------------------------------------------------------
 
 
 def _check(s: QuantScheme) -> None:
     """Refuse combinations that have no meaning, with the nearest that has one."""
+    if _depth(s) > _DEEPEST:
+        reason = f"at most {_DEEPEST} schemes lie in one another"
+        _refuse(reason, s, scale=ScaleDtype.F16, offset=None)
     _check_value(s)
     _check_offset(s)
     if s.tensor_scale is not None:
@@ -529,6 +562,12 @@ def _check(s: QuantScheme) -> None:
         return
     if isinstance(s.scale, QuantScheme) and s.scale.tensor_scale is not None:
         _refuse("quantized scales with a tensor scale of their own", s, scale=ScaleDtype.F16)
+
+
+def _depth(s: QuantScheme) -> int:
+    """How many schemes lie in one another, this one included."""
+    inner = (s.scale, None if s.offset is None else s.offset.dtype)
+    return 1 + max((_depth(i) for i in inner if isinstance(i, QuantScheme)), default=0)
 
 
 def _check_value(s: QuantScheme) -> None:
