@@ -65,16 +65,29 @@ def _dynamic(*, signed: bool) -> F32:
     numbers: list[float] = [0.0, 1.0]
     for exponent in range(7):
         count = 2**exponent if signed else 2 ** (exponent + 1)
-        edges = np.linspace(np.float32(0.1), np.float32(1.0), count + 1, dtype=np.float32)
+        edges = _even_steps(count)
         middles = (edges[:-1] + edges[1:]) / np.float32(2.0)
         decade = [float(np.float32(10.0 ** (exponent - 6)) * m) for m in middles]
         numbers += decade + ([-x for x in decade] if signed else [])
     return np.sort(np.asarray(numbers, dtype=np.float32))
 
 
+def _even_steps(count: int) -> F32:
+    """``count`` even steps from 0.1 to 1, to the bit as torch.linspace has them (files hold those).
+
+    torch walks up from the start in the first half and down from the end in the second, with a
+    float32 step and one rounding a point; float64 holds the unrounded product and sum.
+    """
+    start, end = np.float32(0.1), np.float32(1.0)
+    step = np.float64((end - start) / np.float32(count))
+    index = np.arange(count + 1)
+    up, down = start + step * index, end - step * (count - index)
+    return np.where(index < (count + 1) // 2, up, down).astype(np.float32)
+
+
 def _fp4() -> F32:
     positive = np.asarray(_FP4_MAGNITUDES, dtype=np.float32) / np.float32(12.0)
-    return np.concatenate([positive, -positive])
+    return np.concatenate([positive, 0.0 - positive])  # code 8 is +0, not -0, in its files
 
 
 #: Name of a table -> the function that makes it. A new table is one line here.
