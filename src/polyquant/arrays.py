@@ -132,6 +132,7 @@ def backend_of_device(device: str) -> tuple[Backend, str]:
     return found, found.canonical_device(device)
 
 
+@lru_cache(maxsize=256)
 def device_kind(device: str) -> str:
     """ "cuda" for "torch:cuda:0", "cpu" for "numpy": what a table of kernels is keyed by."""
     parts = device.split(":")
@@ -145,7 +146,11 @@ def namespace(array: Array) -> Any:
 
 def dtype_name(array: Array) -> str:
     """The name of an array's dtype without its library: "float32", "bfloat16", "uint8"."""
-    kind = array.dtype
+    return _dtype_name(array.dtype)
+
+
+@lru_cache(maxsize=256, typed=True)  # NumPy takes 8 us to spell a dtype out
+def _dtype_name(kind: Hashable) -> str:
     name = getattr(kind, "name", None)
     return name if isinstance(name, str) else str(kind).rpartition(".")[2]
 

@@ -37,9 +37,8 @@ class Part(NamedTuple):
 
 def host_dtype(name: str) -> np.dtype[np.generic]:
     """The little-endian NumPy dtype of a storage dtype."""
-    if name == "bfloat16":
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name).newbyteorder("<")  # type: ignore[no-any-return]  # NumPy's stubs
+    found: np.dtype[np.generic] = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    return found if name == "bfloat16" else found.newbyteorder("<")
 
 
 def parts(scheme: QuantScheme, shape: Sequence[int]) -> Iterator[Part]:

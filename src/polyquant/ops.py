@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,7 @@ from polyquant.arrays import (
     FLOAT_DTYPES,
     Array,
     Backend,
+    HostArray,
     backend_of,
     constant,
     dtype,
@@ -26,6 +28,7 @@ from polyquant.calibrate.kmeans import fit_table
 from polyquant.dispatch import check_one_device, choose, matmul_problem, one_operand_problem
 from polyquant.errors import (
     AlreadyQuantized,
+    CalibrationRefused,
     InvalidArgument,
     InvalidScale,
     NegativeInput,
@@ -87,12 +90,14 @@ def quantize(
         ScaleShape, InvalidScale, TableMissing, TableLength, TableSuperfluous, BackendMismatch, ...
     """
     made = as_scheme(scheme)
-    owner = _check_float("quantize", x)
+    owner = _check_float("x", x)
+    _check_kernel(kernel)
     x = _plain(x, owner)
     made.scale_shape(x.shape)  # raises BlockRank
-    if nonfinite not in ("raise", "saturate"):
+    if not isinstance(nonfinite, str) or nonfinite not in ("raise", "saturate"):
         raise InvalidArgument(name="nonfinite", wanted="'raise' or 'saturate'", got=nonfinite)
     name, argument = calibrate.check(calibration, made) if scales is None else (calibration, None)
+    _check_nested_tables(made, name)
     policy = _check_values(x, made, nonfinite, owner)
     with np.errstate(all="ignore"):
         entries = _table(x, made, table, policy)
@@ -114,10 +119,24 @@ def _check_float(role: str, x: Any) -> Backend:
     if isinstance(x, QTensor):
         raise AlreadyQuantized(role=role, scheme=str(x.scheme))
     owner = backend_of(x, role)
-    if dtype_name(x) not in FLOAT_DTYPES:
-        fix = "x.to(torch.float32)" if owner.name == "torch" else "x.astype('float32')"
-        raise NotFloat(role=role, dtype=dtype_name(x), fix=fix)
+    _check_real(role, x, integers=False)
     return owner
+
+
+def _check_kernel(kernel: Any) -> None:
+    if kernel is not None and not isinstance(kernel, str):
+        raise InvalidArgument(name="kernel", wanted="a kernel's name, or None", got=kernel)
+
+
+def _check_nested_tables(scheme: QuantScheme, calibration: str) -> None:
+    """Refuse quantized scales or offsets with a table of their own: table= is for the codes."""
+    nested = (scheme.scale, None if scheme.offset is None else scheme.offset.dtype)
+    for what, inner in zip(("scales", "offsets"), nested, strict=True):
+        if isinstance(inner, QuantScheme) and inner.table == CUSTOM:
+            reason = f"its {what} look up a table of their own, which none can be given for"
+            fix = f"Name a table for the {what}, e.g. dynamic8u"
+            facts = {"calibration": calibration, "scheme": str(scheme)}
+            raise CalibrationRefused(**facts, reason=reason, fix=fix)
 
 
 def _plain(x: Array, owner: Backend) -> Array:
@@ -132,21 +151,26 @@ def _check_values(x: Array, scheme: QuantScheme, nonfinite: str, owner: Backend)
     if owner.is_traced(x):
         return "saturate"
     xp = namespace(x)
-    wide = x
+    is_wide = dtype_name(x) == "float64"  # beyond float32's range counts as infinite
+    unsigned = scheme.mode is QuantMode.SYMMETRIC and not scheme.value.is_signed
     with np.errstate(all="ignore"):
-        if dtype_name(x) == "float64":  # beyond float32's range counts as infinite
-            wide = xp.astype(x, xp.float32)
-        finite = xp.isfinite(wide)
-        if nonfinite == "raise" and not bool(xp.all(finite)):
-            bad = ~owner.to_host(finite)
-            raise NonFiniteInput(shape=tuple(x.shape), **_first(bad, owner.to_host(x)))
-        unsigned = scheme.mode is QuantMode.SYMMETRIC and not scheme.value.is_signed
-        if unsigned and bool(xp.any(x < 0)):
-            bad = owner.to_host(x < 0)
-            nearest = str(scheme.with_value(f"q{max(scheme.bits, 2)}s"))
-            facts = _first(bad, owner.to_host(x))
-            raise NegativeInput(scheme=str(scheme), shape=tuple(x.shape), nearest=nearest, **facts)
+        for rows in standard.row_slices(x.shape):
+            part = xp.astype(x[rows], xp.float32) if is_wide else x[rows]
+            if nonfinite == "raise" and not bool(xp.all(xp.isfinite(part))):
+                _refuse_nonfinite(owner.to_host(x))
+            if unsigned and bool(xp.any(part < 0)):
+                _refuse_negative(owner.to_host(x), scheme)
     return nonfinite
+
+
+def _refuse_nonfinite(x: HostArray) -> None:
+    bad = ~np.isfinite(x.astype(np.float32))
+    raise NonFiniteInput(shape=x.shape, **_first(bad, x))
+
+
+def _refuse_negative(x: HostArray, scheme: QuantScheme) -> None:
+    nearest = str(scheme.with_value(f"q{max(scheme.bits, 2)}s"))
+    raise NegativeInput(scheme=str(scheme), shape=x.shape, nearest=nearest, **_first(x < 0, x))
 
 
 def _first(bad: Any, values: Any) -> dict[str, Any]:
@@ -176,13 +200,14 @@ def _table(x: Array, scheme: QuantScheme, table: Any, nonfinite: str) -> Array |
             raise InvalidArgument(name="table", wanted="numbers, or 'kmeans'", got=table)
         return constant(x, fit_table(x, scheme, nonfinite))
     source = find_backend(table)
-    if source is not None:
-        if source.name != "numpy":  # host numbers serve any library
-            check_one_device("quantize", [("x", x), ("table", table)])
-        if source.is_traced(table):
-            return table
-        table = source.to_host(table)
-    return constant(x, check_table(table, CUSTOM, scheme.bits))
+    if source is None:
+        return constant(x, check_table(_host_numbers(table, "table"), CUSTOM, scheme.bits))
+    if source.name != "numpy":  # host numbers serve any library
+        check_one_device("quantize", [("x", x), ("table", table)])
+    _check_real("table", table, integers=True)
+    if source.is_traced(table):
+        return table
+    return constant(x, check_table(source.to_host(table), CUSTOM, scheme.bits))
 
 
 # -- scales of the caller's own ---------------------------------------------------------------
@@ -234,12 +259,10 @@ def _grid_argument(x: Array, scheme: QuantScheme, given: Any, what: str, *, sign
     wanted = scheme.scale_shape(x.shape)
     owner = find_backend(given)
     if owner is None:
-        given = constant(x, np.asarray(given, dtype=np.float32))
+        given = constant(x, _host_numbers(given, what))
     else:
         check_one_device("quantize", [("x", x), (what, given)])
-        is_integer = dtype_name(given).startswith(("int", "uint"))
-        if dtype_name(given) not in FLOAT_DTYPES and not (what == "offsets" and is_integer):
-            raise NotFloat(role=what, dtype=dtype_name(given), fix=f"{what} * 1.0")
+        _check_real(what, given, integers=what == "offsets")
     xp = namespace(given)
     shape = tuple(given.shape)
     if shape != wanted and not (math.prod(shape) == 1 == math.prod(wanted)):
@@ -249,6 +272,28 @@ def _grid_argument(x: Array, scheme: QuantScheme, given: Any, what: str, *, sign
     if not backend_of(numbers).is_traced(numbers):
         _check_numbers(numbers, what, signed=signed)
     return numbers
+
+
+def _host_numbers(given: Any, what: str) -> HostArray:
+    """Plain numbers (a number, a list, whatever NumPy makes an array of) as a float32 host array."""
+    if isinstance(given, QTensor):
+        raise AlreadyQuantized(role=what, scheme=str(given.scheme))
+    try:
+        found = np.asarray(given)
+    except ValueError:  # lists of unequal lengths
+        found = np.asarray(None)
+    if found.dtype.kind not in "fiu":
+        wanted = "real numbers: one, or a list or an array of them"
+        raise InvalidArgument(name=what, wanted=wanted, got=given)
+    return found.astype(np.float32)
+
+
+def _check_real(role: str, x: Array, *, integers: bool) -> None:
+    """Refuse an array of other than floats (or integers, where they do)."""
+    is_integer = dtype_name(x).startswith(("int", "uint"))
+    if dtype_name(x) not in FLOAT_DTYPES and not (integers and is_integer):
+        fix = ".to(torch.float32)" if backend_of(x).name == "torch" else ".astype('float32')"
+        raise NotFloat(role=role, dtype=dtype_name(x), fix=fix)
 
 
 def _check_numbers(numbers: Array, what: str, *, signed: bool) -> None:
@@ -266,7 +311,8 @@ def _tensor_scale_argument(x: Array, scheme: QuantScheme, given: Any) -> Array:
     owner = find_backend(given)
     if owner is not None:
         check_one_device("quantize", [("x", x), ("tensor scale", given)])
-    number = given if owner is not None else constant(x, np.asarray(given, dtype=np.float32))
+        _check_real("the tensor scale", given, integers=False)
+    number = given if owner is not None else constant(x, _host_numbers(given, "tensor scale"))
     if math.prod(number.shape) != 1:
         facts = {"what": "the tensor scale", "scheme": str(scheme), "shape": tuple(x.shape)}
         raise ScaleShape(**facts, wanted=(), got=tuple(number.shape))
@@ -333,6 +379,7 @@ def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) 
         NoKernel, KernelRefused: all before any work.
     """
     owner = check_one_device("matmul", (("a", a), ("b", b)))
+    _check_kernel(kernel)
     _check_product("matmul", a.shape, b.shape)
     native = _result_dtype(a, b, out_dtype)
     device = a.device if isinstance(a, QTensor) else owner.device_of(a)
@@ -343,8 +390,7 @@ def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) 
 def _result_dtype(a: Any, b: Any, asked: Any) -> Any:
     floats = [x for x in (a, b) if not isinstance(x, QTensor)]
     for x in floats:
-        if dtype_name(x) not in FLOAT_DTYPES:
-            _check_float("matmul", x)
+        _check_real("an operand of a product", x, integers=False)
     like = floats[0] if floats else a.data
     if asked is not None:
         return _float_dtype(like, asked, "out_dtype")
@@ -379,8 +425,8 @@ def linear(x: Any, weight: Any, bias: Any = None, *, activations: Any = None) ->
 
     The result has the dtype of ``x`` (float32 if ``x`` is quantized). Raises what matmul raises.
     """
-    roles = [("x", x), ("weight", weight), ("bias", bias)]
-    owner = check_one_device("linear", [r for r in roles if r[1] is not None])
+    roles = [("x", x), ("weight", weight)]
+    check_one_device("linear", roles if bias is None else [*roles, ("bias", bias)])
     if len(weight.shape) != 2:
         shapes = (tuple(x.shape), tuple(weight.shape))
         reason = "a weight has two axes, (out, in)"
@@ -398,7 +444,6 @@ def linear(x: Any, weight: Any, bias: Any = None, *, activations: Any = None) ->
     _check_float("bias", bias)
     xp = namespace(bias)
     wide = xp.float64 if native == xp.float64 else xp.float32
-    del owner
     return xp.astype(matmul(left, transposed, out_dtype=wide) + xp.astype(bias, wide), native)
 
 
@@ -433,7 +478,8 @@ def array_function(
     method: str = "__call__",
 ) -> Any:
     """A function of an array library called on a QTensor. Raises UnsupportedFunction."""
-    name = _operation(function, q) if method == "__call__" else None
+    library = q.device.partition(":")[0]
+    name = _operation(function, library) if method == "__call__" else None
     parameters = {
         "matmul": ("input", "other"),
         "rmatmul": ("other", "input"),
@@ -449,8 +495,10 @@ def array_function(
     return matmul(given["input"], given["other"])
 
 
-def _operation(function: Any, q: QTensor) -> str | None:
-    for name in dict.fromkeys(("numpy", q.device.partition(":")[0])):
+@lru_cache(maxsize=1024)
+def _operation(function: Hashable, library: str) -> str | None:
+    """What a function of NumPy or of the tensor's own library computes, where that is known."""
+    for name in dict.fromkeys(("numpy", library)):
         if name in BACKENDS:
             found: str | None = import_module(BACKENDS[name]).array_function(function)
             if found is not None:

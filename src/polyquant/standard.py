@@ -38,6 +38,9 @@ from polyquant.values import (
 #: Elements worked on at a time where values can be looked at: bounds memory, and fits the cache.
 CHUNK = 1 << 19
 
+#: Up to this many edges, comparing with each is quicker than a binary search (NumPy: 15 edges, 5x).
+_FEW_EDGES = 31
+
 _F32_MAX = float(np.finfo(np.float32).max)
 #: A divisor above this has a subnormal reciprocal, so it and its numbers are scaled down first.
 _BIG = 2.0**126
@@ -285,6 +288,8 @@ def store_offsets(scheme: QuantScheme, low: Array, scale: Divisor) -> Array | No
         empty = value == 0
         number = flush(divide(-low, xp.where(empty, xp.ones_like(value), value)))
         number = xp.where(empty, xp.zeros_like(number), number)
+    # Of 0 and -0 libraries pick either as the minimum, so a zero offset is +0 by definition.
+    number = xp.where(number == 0, xp.zeros_like(number), number)
     if isinstance(stored, QuantScheme):
         return _quantize_grid(number, stored)
     if isinstance(stored, QuantValue):
@@ -586,6 +591,11 @@ def _grid_rows(xp: Any, values: Array, run: Rows) -> Array:
 def _count_below(x: Array, edges: np.ndarray[Any, Any]) -> Array:
     """For every ``x`` how many of the ascending ``edges`` lie strictly below it."""
     xp = namespace(x)
+    if len(edges) <= _FEW_EDGES:
+        count = xp.zeros(x.shape, dtype=xp.uint8, **place(x))
+        for edge in edges:
+            count = count + xp.astype(x > float(edge), xp.uint8)
+        return count
     flat = xp.reshape(x, (-1,))
     return xp.reshape(xp.searchsorted(constant(x, edges.copy()), flat, side="left"), x.shape)
 
