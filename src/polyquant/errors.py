@@ -176,7 +176,7 @@ class NotFloat(PolyquantError, TypeError):
 
     message = (
         "{role} must be a floating-point array (float16, bfloat16, float32 or float64); what came "
-        "is {dtype}. Convert it first, e.g. {fix}."
+        "is {dtype}. Convert it first, with {fix}."
     )
 
 

@@ -275,7 +275,7 @@ def _grid_argument(x: Array, scheme: QuantScheme, given: Any, what: str, *, sign
 
 
 def _host_numbers(given: Any, what: str) -> HostArray:
-    """Plain numbers (a number, a list, whatever NumPy makes an array of) as a float32 host array."""
+    """Plain numbers (one, a list, whatever NumPy makes an array of) as a float32 host array."""
     if isinstance(given, QTensor):
         raise AlreadyQuantized(role=what, scheme=str(given.scheme))
     try:
