@@ -167,6 +167,17 @@ def dtype(xp: Any, name: str) -> Any:
     return np.dtype(ml_dtypes.bfloat16) if _is_numpy(xp) and name == "bfloat16" else xp.float32
 
 
+def held_dtypes(xp: Any) -> tuple[str, ...]:
+    """Those of FLOAT_DTYPES that a namespace really has: JAX has float64 only when told to."""
+    info = getattr(xp, "__array_namespace_info__", None)
+    has_f64 = info is None or "float64" in info().dtypes(kind="real floating")
+    return tuple(
+        name
+        for name in FLOAT_DTYPES
+        if (hasattr(xp, name) or _is_numpy(xp)) and (name != "float64" or has_f64)
+    )
+
+
 def _is_numpy(xp: Any) -> bool:
     return bool(xp.__name__.rpartition(".")[2] == "numpy" and "jax" not in xp.__name__)
 
@@ -186,6 +197,7 @@ def describe(thing: Any) -> str:
     """An operand in words for messages: device, dtype and shape, or its type."""
     owner = find_backend(thing)
     if owner is None:
-        return f"a {type(thing).__module__}.{type(thing).__qualname__}"
+        module, name = type(thing).__module__, type(thing).__qualname__
+        return name if module == "builtins" else f"{module}.{name}"
     shape = tuple(thing.shape)
     return f"a {dtype_name(thing)} array of shape {shape} on {owner.device_of(thing)}"

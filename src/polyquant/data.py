@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 import ml_dtypes
@@ -16,7 +17,7 @@ import numpy as np
 
 from polyquant.arrays import HostArray
 from polyquant.codec import line_size_bytes
-from polyquant.errors import CorruptData, DataLength, InvalidAxes
+from polyquant.errors import CorruptData, DataLength, InvalidArgument, InvalidAxes
 from polyquant.scheme import QuantScheme
 from polyquant.tables import check_table
 from polyquant.values import QuantMode, QuantValue, ScaleDtype
@@ -81,7 +82,8 @@ class TensorData:
     """What is saved, sent and compared: equal tensors have equal ``TensorData``.
 
     ``shape`` is the logical shape; logical axis ``i`` is stored axis ``axes[i]``, and the bytes are
-    those of the stored order. Raises DataLength or InvalidAxes when made of parts that disagree.
+    those of the stored order. Raises InvalidArgument, InvalidAxes or DataLength when made of parts
+    that disagree.
     """
 
     bytes: bytes
@@ -90,7 +92,9 @@ class TensorData:
     axes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_axes(self.axes, self.shape)
+        check_description(self.scheme, self.shape, self.axes)
+        if not isinstance(self.bytes, bytes | bytearray | memoryview):
+            raise InvalidArgument(name="bytes", wanted="bytes", got=self.bytes)
         wanted = data_size_bytes(self.scheme, self.stored_shape)
         if len(self.bytes) != wanted:
             raise DataLength(
@@ -134,8 +138,24 @@ def stored_shape(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
 
 def check_axes(axes: Sequence[int], shape: Sequence[int]) -> None:
     """Raise InvalidAxes unless ``axes`` is a permutation of the axes of ``shape``."""
-    if sorted(axes) != list(range(len(shape))):
+    if not all(is_whole(a) for a in axes) or sorted(axes) != list(range(len(shape))):
         raise InvalidAxes(got=tuple(axes), rank=len(shape), shape=tuple(shape))
+
+
+def check_description(scheme: QuantScheme, shape: Sequence[int], axes: Sequence[int]) -> None:
+    """Raise InvalidArgument or InvalidAxes unless these are a scheme, a shape and its axes."""
+    if not isinstance(scheme, QuantScheme):
+        raise InvalidArgument(name="scheme", wanted="a QuantScheme", got=scheme)
+    for name, numbers in (("shape", shape), ("axes", axes)):
+        if not isinstance(numbers, Sequence) or not all(is_whole(n) and n >= 0 for n in numbers):
+            wanted = "a tuple of whole numbers of at least 0"
+            raise InvalidArgument(name=name, wanted=wanted, got=numbers)
+    check_axes(axes, shape)
+
+
+def is_whole(number: object) -> bool:
+    """Whether this is an integer of Python's or NumPy's; a bool is not."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def check_numbers(

@@ -22,10 +22,19 @@ from polyquant.arrays import (
     dtype,
     dtype_name,
     find_backend,
+    held_dtypes,
     namespace,
 )
 from polyquant.calibrate.kmeans import fit_table
-from polyquant.dispatch import check_one_device, choose, matmul_problem, one_operand_problem
+from polyquant.dispatch import (
+    as_right_operand,
+    check_one_device,
+    check_product,
+    check_real,
+    choose,
+    matmul_problem,
+    one_operand_problem,
+)
 from polyquant.errors import (
     AlreadyQuantized,
     CalibrationRefused,
@@ -33,7 +42,6 @@ from polyquant.errors import (
     InvalidScale,
     NegativeInput,
     NonFiniteInput,
-    NotFloat,
     ScaleArgument,
     ScaleShape,
     ShapeMismatch,
@@ -119,7 +127,7 @@ def _check_float(role: str, x: Any) -> Backend:
     if isinstance(x, QTensor):
         raise AlreadyQuantized(role=role, scheme=str(x.scheme))
     owner = backend_of(x, role)
-    _check_real(role, x, integers=False)
+    check_real(role, x, integers=False)
     return owner
 
 
@@ -204,7 +212,7 @@ def _table(x: Array, scheme: QuantScheme, table: Any, nonfinite: str) -> Array |
         return constant(x, check_table(_host_numbers(table, "table"), CUSTOM, scheme.bits))
     if source.name != "numpy":  # host numbers serve any library
         check_one_device("quantize", [("x", x), ("table", table)])
-    _check_real("table", table, integers=True)
+    check_real("table", table, integers=True)
     if source.is_traced(table):
         return table
     return constant(x, check_table(source.to_host(table), CUSTOM, scheme.bits))
@@ -262,7 +270,7 @@ def _grid_argument(x: Array, scheme: QuantScheme, given: Any, what: str, *, sign
         given = constant(x, _host_numbers(given, what))
     else:
         check_one_device("quantize", [("x", x), (what, given)])
-        _check_real(what, given, integers=what == "offsets")
+        check_real(what, given, integers=what == "offsets")
     xp = namespace(given)
     shape = tuple(given.shape)
     if shape != wanted and not (math.prod(shape) == 1 == math.prod(wanted)):
@@ -288,14 +296,6 @@ def _host_numbers(given: Any, what: str) -> HostArray:
     return found.astype(np.float32)
 
 
-def _check_real(role: str, x: Array, *, integers: bool) -> None:
-    """Refuse an array of other than floats (or integers, where they do)."""
-    is_integer = dtype_name(x).startswith(("int", "uint"))
-    if dtype_name(x) not in FLOAT_DTYPES and not (integers and is_integer):
-        fix = ".to(torch.float32)" if backend_of(x).name == "torch" else ".astype('float32')"
-        raise NotFloat(role=role, dtype=dtype_name(x), fix=fix)
-
-
 def _check_numbers(numbers: Array, what: str, *, signed: bool) -> None:
     xp = namespace(numbers)
     good = xp.isfinite(numbers)
@@ -311,7 +311,7 @@ def _tensor_scale_argument(x: Array, scheme: QuantScheme, given: Any) -> Array:
     owner = find_backend(given)
     if owner is not None:
         check_one_device("quantize", [("x", x), ("tensor scale", given)])
-        _check_real("the tensor scale", given, integers=False)
+        check_real("the tensor scale", given, integers=False)
     number = given if owner is not None else constant(x, _host_numbers(given, "tensor scale"))
     if math.prod(number.shape) != 1:
         facts = {"what": "the tensor scale", "scheme": str(scheme), "shape": tuple(x.shape)}
@@ -360,8 +360,9 @@ def _float_dtype(like: Array, kind: Any, what: str) -> Any:
     if not isinstance(name, str):
         is_type = isinstance(kind, type)
         name = np.dtype(kind).name if is_type else str(kind).rpartition(".")[2]
-    if name not in FLOAT_DTYPES:
-        raise UnsupportedDtype(what=what, dtype=name, known=", ".join(FLOAT_DTYPES))
+    known = held_dtypes(namespace(like))
+    if name not in known:
+        raise UnsupportedDtype(what=what, dtype=name, known=", ".join(known))
     return dtype(namespace(like), name)
 
 
@@ -380,7 +381,7 @@ def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) 
     """
     owner = check_one_device("matmul", (("a", a), ("b", b)))
     _check_kernel(kernel)
-    _check_product("matmul", a.shape, b.shape)
+    check_product("matmul", a.shape, b.shape)
     native = _result_dtype(a, b, out_dtype)
     device = a.device if isinstance(a, QTensor) else owner.device_of(a)
     chosen = choose(owner.name, matmul_problem(a, b, device), kernel)
@@ -390,7 +391,7 @@ def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) 
 def _result_dtype(a: Any, b: Any, asked: Any) -> Any:
     floats = [x for x in (a, b) if not isinstance(x, QTensor)]
     for x in floats:
-        _check_real("an operand of a product", x, integers=False)
+        check_real("an operand of a product", x, integers=False)
     like = floats[0] if floats else a.data
     if asked is not None:
         return _float_dtype(like, asked, "out_dtype")
@@ -399,21 +400,6 @@ def _result_dtype(a: Any, b: Any, asked: Any) -> Any:
     if len(floats) == 1:
         return like.dtype
     return namespace(like).result_type(*floats)
-
-
-def _check_product(op: str, left: Sequence[int], right: Sequence[int]) -> None:
-    reason = None
-    if not left or not right:
-        reason = "a product needs operands of one axis or more"
-    else:
-        inner = right[-2] if len(right) > 1 else right[-1]
-        if left[-1] != inner:
-            reason = f"the inner extents differ, {left[-1]} and {inner}"
-        for x, y in zip(reversed(left[:-2]), reversed(right[:-2]), strict=False):
-            if x != y and 1 not in (x, y):
-                reason = f"the batch extents {x} and {y} do not broadcast"
-    if reason is not None:
-        raise ShapeMismatch(op=op, left=tuple(left), right=tuple(right), reason=reason)
 
 
 def linear(x: Any, weight: Any, bias: Any = None, *, activations: Any = None) -> Array:
@@ -427,12 +413,8 @@ def linear(x: Any, weight: Any, bias: Any = None, *, activations: Any = None) ->
     """
     roles = [("x", x), ("weight", weight)]
     check_one_device("linear", roles if bias is None else [*roles, ("bias", bias)])
-    if len(weight.shape) != 2:
-        shapes = (tuple(x.shape), tuple(weight.shape))
-        reason = "a weight has two axes, (out, in)"
-        raise ShapeMismatch(op="linear", left=shapes[0], right=shapes[1], reason=reason)
-    transposed = weight.mT
-    _check_product("linear", x.shape, transposed.shape)
+    transposed = as_right_operand(x, weight)
+    check_product("linear", x.shape, transposed.shape)
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         reason = f"the bias must be of shape ({weight.shape[0]},)"
         shapes = (tuple(weight.shape), tuple(bias.shape))

@@ -89,6 +89,16 @@ def row_runs(blocks: Blocks, *, whole: bool) -> Iterator[Rows]:
         yield Rows(slice(start, stop), slice(first, last), Blocks(shape, extents, counts))
 
 
+def row_slices(shape: Sequence[int]) -> Iterator[Any]:
+    """Indices that cut an array of that shape into rows of about CHUNK elements."""
+    if not shape:
+        yield ...
+        return
+    step = max(1, CHUNK // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], step):
+        yield (slice(start, start + step), ...)
+
+
 def split(xp: Any, x: Array, blocks: Blocks, fill: float = 0.0) -> Array:
     """View ``x`` as ``(n0, b0, n1, b1, ...)``: block counts and extents side by side.
 
