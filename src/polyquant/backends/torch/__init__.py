@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,12 @@ from polyquant.errors import UnknownDevice
 
 
 def _device_of(array: torch.Tensor) -> str:
-    return f"torch:{array.device}"
+    return _device_name(array.device)
+
+
+@lru_cache(maxsize=64)
+def _device_name(device: torch.device) -> str:
+    return f"torch:{device}"
 
 
 def _is_traced(array: torch.Tensor) -> bool:
