@@ -96,7 +96,7 @@ def row_slices(shape: Sequence[int]) -> Iterator[Any]:
         return
     step = max(1, CHUNK // max(1, math.prod(shape[1:])))
     for start in range(0, shape[0], step):
-        yield (slice(start, start + step), ...)
+        yield (slice(start, min(start + step, shape[0])), ...)
 
 
 def split(xp: Any, x: Array, blocks: Blocks, fill: float = 0.0) -> Array:
