@@ -1,0 +1,53 @@
+"""What every result is stored with: the machine, the date and the versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("polyquant", "numpy", "torch", "jax", "ml_dtypes")
+
+
+def write_results(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows as JSON, with what they were measured on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = {
+        "machine": describe(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"python": platform.python_version(), **versions()},
+        "rows": rows,
+    }
+    path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    print(f"Written: {path}")
+
+
+def describe() -> dict[str, Any]:
+    """The processor as the system names it, and how many cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": cpu_model(), "cores": cores, "system": platform.system()}
+
+
+def cpu_model() -> str:
+    """The processor's model name: from /proc/cpuinfo where there is one."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """The installed versions of the packages that the figures depend on."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
