@@ -9,6 +9,7 @@ import numpy as np
 
 from polyquant.arrays import Backend, HostArray
 from polyquant.errors import UnknownDevice
+from polyquant.qtensor import QTensor, from_fields
 
 
 def _is_traced(array: Any) -> bool:
@@ -61,6 +62,21 @@ BACKEND = Backend(
     move=_move,
     kernels={"*": ("polyquant.backends.definition",)},
 )
+
+
+def _flatten(q: QTensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    arrays = (q.data, q.scales, q.tensor_scale, q.offsets, q.table)
+    return arrays, (q.scheme, q.shape, q.axes, q.device)
+
+
+def _unflatten(static: tuple[Any, ...], arrays: tuple[Any, ...]) -> QTensor:
+    """JAX also passes placeholders instead of arrays, so nothing is validated here."""
+    scheme, shape, axes, device = static
+    return from_fields(scheme, shape, *arrays, axes, device)
+
+
+# A QTensor passes through jit, scan and tree functions; JAX wants to be told once.
+jax.tree_util.register_pytree_node(QTensor, _flatten, _unflatten)
 
 
 def array_function(function: Any) -> str | None:
