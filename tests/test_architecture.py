@@ -34,6 +34,7 @@ LAYERS = (
     ("backends",),
     ("dispatch",),
     ("ops",),
+    ("files",),
     ("formats", "quality", "tree"),
     ("models", "report"),
     ("polyquant",),

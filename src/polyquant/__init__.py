@@ -8,6 +8,7 @@ y = x @ q.T                         # dispatched to the best kernel that can
 from polyquant import errors
 from polyquant.data import TensorData
 from polyquant.dispatch import device_of, devices, explain, supports
+from polyquant.formats import Checkpoint, load, open_checkpoint, save
 from polyquant.ops import is_quantized, linear, matmul, quantize, same_backend
 from polyquant.qtensor import QTensor, from_data
 from polyquant.quality import Quality, measure
@@ -18,6 +19,7 @@ from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
     "Offset",
     "QTensor",
     "Quality",
@@ -34,12 +36,15 @@ __all__ = [
     "from_data",
     "is_quantized",
     "linear",
+    "load",
     "matmul",
     "measure",
+    "open_checkpoint",
     "presets",
     "quantize",
     "quantize_tree",
     "same_backend",
+    "save",
     "scheme",
     "supports",
 ]

@@ -1,0 +1,63 @@
+"""Arrays of any library to host arrays and back, for every dtype that a file holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from polyquant.arrays import Array, HostArray, backend_of, backend_of_device, dtype_name, namespace
+from polyquant.errors import UnsupportedDtype
+from polyquant.files.info import ARRAY_DTYPES
+from polyquant.qtensor import QTensor, from_parts
+
+
+def to_host(array: Array) -> HostArray:
+    """An array of any library as a host array of the same bits."""
+    owner, name = backend_of(array), dtype_name(array)
+    if owner.name != "numpy" and _is_byte_float(name):  # libraries cross as bytes, not as float8
+        raw = owner.to_host(array.view(namespace(array).uint8))
+        return raw.view(ARRAY_DTYPES[name].host)
+    for lazy in ("resolve_conj", "resolve_neg"):  # torch marks a view instead of computing it
+        array = getattr(array, lazy)() if hasattr(array, lazy) else array
+    return owner.to_host(array)
+
+
+def to_device(array: HostArray, device: str) -> Array:
+    """A host array as an array of the same bits on a device.
+
+    Raises UnknownDevice, BackendMissing, and UnsupportedDtype where the library has no such dtype
+    (or, as JAX by default, would narrow 64-bit numbers).
+    """
+    target, device = backend_of_device(device)
+    if target.name == "numpy":
+        return array
+    name = array.dtype.name
+    if not _is_byte_float(name):
+        made = target.from_host(array, device)
+    else:
+        raw = target.from_host(array.view(np.uint8), device)
+        wanted = getattr(namespace(raw), name, None)
+        made = raw if wanted is None else raw.view(wanted)
+    if dtype_name(made) != name:
+        known = f"the dtypes of {target.name} (JAX has 64 bits only with jax_enable_x64)"
+        raise UnsupportedDtype(what=f"An array on {device}", dtype=name, known=known)
+    return made
+
+
+def owned(tensor: HostArray | QTensor) -> Any:
+    """A copy of a host tensor whose memory is its own and not a file's."""
+    if not isinstance(tensor, QTensor):
+        return np.array(tensor)
+    copies = {name: np.array(part) for name, part in tensor.parts().items()}
+    return from_parts(copies, tensor.scheme, tensor.shape, axes=tensor.axes, device=tensor.device)
+
+
+def little_endian_bytes(array: HostArray) -> HostArray:
+    """The bytes of a host array, row-major and little-endian: uint8 of one dimension."""
+    kind = ARRAY_DTYPES[array.dtype.name].host
+    return np.ascontiguousarray(array, dtype=kind).reshape(-1).view(np.uint8)
+
+
+def _is_byte_float(name: str) -> bool:
+    return name.startswith("float8") and name in ARRAY_DTYPES

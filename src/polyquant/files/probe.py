@@ -1,0 +1,101 @@
+"""A path and what can be seen of it before it is read: what formats are recognised by."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from polyquant.errors import InvalidArgument, UnknownFormat, UnreadableFile
+from polyquant.files.container import INDEX_SUFFIX, Container, open_container, read_small
+from polyquant.files.strict_json import parse_object
+
+#: What a model folder is looked through for, best first: a name, or the only file of a suffix.
+_NAMES = ("model.safetensors", f"model{INDEX_SUFFIX}")
+_SUFFIXES = (INDEX_SUFFIX, ".safetensors", ".npz")
+
+
+class Probe:
+    """A file of tensors (of a model folder: the one that holds its tensors) and its config.
+
+    Raises UnreadableFile, UnknownFormat (a folder that holds no file of tensors, or several),
+    InvalidArgument.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], config: Any = None) -> None:
+        self.path = as_path(path)
+        self.file = self._file()
+        self._config = config
+        if not (config is None or isinstance(config, Mapping | str | os.PathLike)):
+            wanted = "a mapping, or the path of a config.json"
+            raise InvalidArgument(name="config", wanted=wanted, got=config)
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first bytes, at most 16."""
+        try:
+            with open(self.file, "rb") as file:
+                return file.read(16)
+        except OSError as error:
+            raise UnreadableFile(path=self.file, reason=error.strerror or str(error)) from error
+
+    @cached_property
+    def container(self) -> Container | None:
+        """The safetensors container, if the name or the first bytes say that it is one.
+
+        Raises InvalidHeader where it is one and damaged.
+        """
+        named = self.file.name.endswith((".safetensors", INDEX_SUFFIX))
+        return open_container(self.file) if named or self.head[8:9] == b"{" else None
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The model's config: the one passed, or config.json beside the file, or nothing."""
+        if isinstance(self._config, Mapping):
+            return self._config
+        beside = self.file.parent / "config.json"
+        if self._config is None and not beside.is_file():
+            return {}
+        path = beside if self._config is None else as_path(self._config)
+        return parse_object(read_small(path), path, "the config")
+
+    def _file(self) -> Path:
+        try:
+            if self.path.is_dir():
+                return self._file_of_folder()
+            index = self.path.with_name(f"{self.path.name}.index.json")
+            if not self.path.exists() and index.name.endswith(INDEX_SUFFIX) and index.is_file():
+                return index  # saved in several files under this name
+            os.stat(self.path)
+        except (OSError, ValueError) as error:
+            if isinstance(error, UnknownFormat):
+                raise
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UnreadableFile(path=self.path, reason=reason) from error
+        return self.path
+
+    def _file_of_folder(self) -> Path:
+        names = sorted(os.listdir(self.path))
+        for name in _NAMES:
+            if name in names:
+                return self.path / name
+        for suffix in _SUFFIXES:
+            found = [n for n in names if n.endswith(suffix) and not n.startswith(".")]
+            if len(found) == 1:
+                return self.path / found[0]
+            if found:
+                reason = f"the folder holds several: {', '.join(found[:5])}; name one of them"
+                raise UnknownFormat(path=self.path, reason=reason, known=", ".join(_SUFFIXES))
+        reason = "the folder holds no file of tensors"
+        raise UnknownFormat(path=self.path, reason=reason, known=", ".join(_SUFFIXES))
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """A path of a text or path object. Raises InvalidArgument."""
+    try:
+        return Path(path)
+    except TypeError:
+        wanted = "a text or a path object"
+        raise InvalidArgument(name="path", wanted=wanted, got=path) from None

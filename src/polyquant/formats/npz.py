@@ -1,0 +1,164 @@
+"""NumPy's ``.npz``: a zip of ``.npy`` members, read one at a time, never unpickled."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from polyquant.arrays import HostArray
+from polyquant.errors import InvalidHeader, PolyquantError, UnreadableFile, UnsupportedDtype
+from polyquant.files.checkpoint import Checkpoint, Entry
+from polyquant.files.container import is_shape
+from polyquant.files.info import ARRAY_DTYPES, TensorInfo, array_dtype
+from polyquant.files.probe import Probe
+
+NAME = "npz"
+
+#: NumPy's own limit on the text of a member's header.
+_HEADER_LIMIT_BYTES = 10_000
+#: Deflate packs at most 1032 bytes into one, so a member that claims more is a lie.
+_DEFLATE_RATIO = 1032
+_MAGIC = b"\x93NUMPY"
+_DESCRIPTION = re.compile(r"[<>|=]?[?biufc]\d*")
+
+
+class _Member(NamedTuple):
+    """One ``.npy``: dtype, shape, order, and where its numbers start."""
+
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    is_fortran: bool
+    start: int
+
+
+def why_not(probe: Probe) -> str | None:
+    """Why a path is not of this format."""
+    is_zip = probe.head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
+    return None if is_zip or probe.file.suffix == ".npz" else "it is not a zip file named .npz"
+
+
+def open_checkpoint(probe: Probe) -> Checkpoint:
+    """Open a file: reads the directory and each member's header.
+
+    Raises UnreadableFile, InvalidHeader, UnsupportedDtype (objects, texts, records).
+    """
+    with _reading(probe.file), ExitStack() as undo:
+        archive = undo.enter_context(zipfile.ZipFile(probe.file))
+        entries = dict(_entries(archive, probe.file))
+        undo.pop_all()
+    return Checkpoint(probe.path, NAME, {}, entries, archive.close)
+
+
+def _entries(archive: zipfile.ZipFile, path: Path) -> Iterator[tuple[str, Entry]]:
+    seen: set[str] = set()
+    for zipped in archive.infolist():
+        name = zipped.filename.removesuffix(".npy")
+        if name in seen or not zipped.filename.endswith(".npy"):
+            reason = f"member {zipped.filename!r} stands there twice, or is no .npy"
+            raise InvalidHeader(path=path, reason=reason)
+        seen.add(name)
+        member = _open_member(archive, zipped, path)
+        nbytes = math.prod(member.shape) * member.dtype.itemsize
+        axes = tuple(range(len(member.shape)))
+        info = TensorInfo(name, member.shape, member.dtype.name, None, nbytes, axes)
+        yield name, Entry(info, partial(_read, archive, zipped, member, path))
+
+
+def _open_member(archive: zipfile.ZipFile, zipped: zipfile.ZipInfo, path: Path) -> _Member:
+    """The header of a member, checked against the sizes of the zip's directory."""
+    most = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: _DEFLATE_RATIO}.get(zipped.compress_type)
+    if most is None or zipped.flag_bits & 1 or zipped.file_size > zipped.compress_size * most:
+        reason = f"member {zipped.filename!r} is encrypted, or packed as NumPy packs nothing"
+        raise InvalidHeader(path=path, reason=reason)
+    with _reading(path), archive.open(zipped) as stream:
+        head = stream.read(8)
+        width = {1: 2, 2: 4, 3: 4}.get(head[6]) if len(head) == 8 else None
+        if head[:6] != _MAGIC or width is None:
+            raise InvalidHeader(path=path, reason=f"member {zipped.filename!r} is no .npy")
+        length = int.from_bytes(stream.read(width), "little")
+        if length > _HEADER_LIMIT_BYTES:
+            reason = f"the header of member {zipped.filename!r} claims {length} bytes"
+            raise InvalidHeader(path=path, reason=reason)
+        text = stream.read(length).decode("utf-8" if head[6] == 3 else "latin-1")
+    member = _parse(text, 8 + width + length, zipped.filename, path)
+    wanted = member.start + math.prod(member.shape) * member.dtype.itemsize
+    if wanted != zipped.file_size:
+        reason = f"member {zipped.filename!r} should have {wanted} bytes, not {zipped.file_size}"
+        raise InvalidHeader(path=path, reason=reason)
+    return member
+
+
+def _parse(text: str, start: int, name: str, path: Path) -> _Member:
+    try:
+        form = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        reason = f"member {name!r} has no valid header ({type(error).__name__})"
+        raise InvalidHeader(path=path, reason=reason) from None
+    fields = {"descr", "fortran_order", "shape"}
+    if not isinstance(form, dict) or set(form) != fields or not isinstance(form["shape"], tuple):
+        raise InvalidHeader(path=path, reason=f"member {name!r} has no header of an array")
+    if not is_shape(list(form["shape"])) or type(form["fortran_order"]) is not bool:
+        raise InvalidHeader(path=path, reason=f"member {name!r} has no valid shape or order")
+    dtype = _dtype(form["descr"], f"Member {name!r} of {path}")
+    return _Member(dtype, form["shape"], form["fortran_order"], start)
+
+
+def _dtype(description: object, what: str) -> np.dtype[np.generic]:
+    if isinstance(description, str) and _DESCRIPTION.fullmatch(description):
+        try:
+            found = np.dtype(description)
+        except (TypeError, ValueError):
+            found = np.dtype(object)
+        array_dtype(found.name, what)
+        return found
+    known = ", ".join(ARRAY_DTYPES)
+    raise UnsupportedDtype(what=what, dtype=repr(description)[:80], known=known)
+
+
+def _read(
+    archive: zipfile.ZipFile, zipped: zipfile.ZipInfo, member: _Member, path: Path
+) -> HostArray:
+    """A member's array. The zip's checksum is compared as its end is reached."""
+    with _reading(path), archive.open(zipped) as stream:
+        data = stream.read()
+    if len(data) != zipped.file_size:
+        reason = f"member {zipped.filename!r} ends after {len(data)} of {zipped.file_size} bytes"
+        raise InvalidHeader(path=path, reason=reason)
+    flat = np.frombuffer(data, np.uint8, offset=member.start).view(member.dtype)
+    native: HostArray = flat.astype(member.dtype.newbyteorder("="))
+    return native.reshape(member.shape, order="F" if member.is_fortran else "C")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Everything that a damaged zip makes the standard library raise, as one error."""
+    try:
+        yield
+    except PolyquantError:
+        raise
+    except OSError as error:
+        raise UnreadableFile(path=path, reason=error.strerror or str(error)) from error
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        NotImplementedError,  # a zip feature that Python lacks
+        RuntimeError,  # encrypted
+        ValueError,
+        KeyError,
+        OverflowError,
+        struct.error,
+    ) as error:
+        reason = f"the zip is damaged ({type(error).__name__}: {error})"
+        raise InvalidHeader(path=path, reason=reason) from error
