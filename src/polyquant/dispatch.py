@@ -11,6 +11,7 @@ from typing import Any
 from polyquant.arrays import (
     BACKENDS,
     FLOAT_DTYPES,
+    Array,
     Backend,
     backend,
     backend_of,
@@ -21,12 +22,16 @@ from polyquant.arrays import (
     find_backend,
 )
 from polyquant.errors import (
+    AlreadyQuantized,
     BackendMismatch,
     BackendMissing,
     DeviceMismatch,
+    InvalidArgument,
     KernelRefused,
     NoKernel,
     NotAnArray,
+    NotFloat,
+    ShapeMismatch,
     UnknownName,
 )
 from polyquant.kernel import Kernel, Problem, bucket
@@ -91,7 +96,7 @@ def device_of(operand: Any) -> str | None:
         return owner.device_of(operand)
     if isinstance(operand, int | float | complex):
         return None
-    raise NotAnArray(role="device_of", got=describe(operand))
+    raise NotAnArray(role="the operand", got=describe(operand))
 
 
 def devices() -> list[DeviceInfo]:
@@ -139,6 +144,30 @@ def check_one_device(op: str, operands: Sequence[tuple[str, Any]]) -> Backend:
         }
         raise error(**facts)
     return owner
+
+
+def check_real(role: str, x: Array, *, integers: bool) -> None:
+    """Refuse an array of other than floats (or integers, where they do). Raises NotFloat."""
+    is_integer = dtype_name(x).startswith(("int", "uint"))
+    if dtype_name(x) not in FLOAT_DTYPES and not (integers and is_integer):
+        fix = ".to(torch.float32)" if backend_of(x).name == "torch" else ".astype('float32')"
+        raise NotFloat(role=role, dtype=dtype_name(x), fix=fix)
+
+
+def check_product(op: str, left: Sequence[int], right: Sequence[int]) -> None:
+    """Refuse shapes that have no matrix product. Raises ShapeMismatch."""
+    reason = None
+    if not left or not right:
+        reason = "a product needs operands of one axis or more"
+    else:
+        inner = right[-2] if len(right) > 1 else right[-1]
+        if left[-1] != inner:
+            reason = f"the inner extents differ, {left[-1]} and {inner}"
+        for x, y in zip(reversed(left[:-2]), reversed(right[:-2]), strict=False):
+            if x != y and 1 not in (x, y):
+                reason = f"the batch extents {x} and {y} do not broadcast"
+    if reason is not None:
+        raise ShapeMismatch(op=op, left=tuple(left), right=tuple(right), reason=reason)
 
 
 def _place(role: str, operand: Any) -> tuple[Backend, str]:
@@ -240,22 +269,41 @@ def one_operand_problem(op: str, operand: Any, device: str, option: str = "") ->
 def explain(op: str, *operands: Any) -> Explanation:
     """Which kernel would run ``op`` on these operands, and why each other one would not.
 
-    Runs nothing. Raises UnknownName for an op without kernels, and the mismatch errors.
+    Runs nothing. Raises UnknownName for an op without kernels, InvalidArgument for too few
+    operands, and what the operation itself refuses about devices, shapes and dtypes.
     """
-    if op == "linear" and len(operands) >= 2:
-        op, operands = "matmul", (operands[0], operands[1].mT)
-    wanted = {"matmul": 2, "quantize": 1, "dequantize": 1}
-    if op not in wanted:
-        known = ", ".join((*OPS, "linear"))
+    wanted = {"matmul": 2, "linear": 2, "quantize": 1, "dequantize": 1}
+    if not isinstance(op, str) or op not in wanted:
+        known = ", ".join(wanted)
         raise UnknownName(what="op with kernels", got=op, known=known, nearest="matmul")
-    roles = [(f"operand {i + 1}", operand) for i, operand in enumerate(operands[: wanted[op]])]
+    if len(operands) < wanted[op]:
+        raise InvalidArgument(
+            name="operands", wanted=f"{wanted[op]} or more for {op}", got=len(operands)
+        )
+    first, *rest = operands[: wanted[op]]
+    roles = [(f"operand {i + 1}", operand) for i, operand in enumerate([first, *rest])]
     owner = check_one_device(op, roles)
-    device = device_of(operands[0]) or ""
-    if op == "matmul":
-        problem = matmul_problem(operands[0], operands[1], device)
-    else:
-        problem = one_operand_problem(op, operands[0], device)
-    return explain_problem(owner.name, problem)
+    for role, operand in roles:
+        if not isinstance(operand, QTensor):
+            check_real(role, operand, integers=False)
+    if op == "quantize" and isinstance(first, QTensor):
+        raise AlreadyQuantized(role="operand 1", scheme=str(first.scheme))
+    if op == "dequantize" and not isinstance(first, QTensor):
+        raise InvalidArgument(name="operand 1", wanted="a QTensor", got=first)
+    device = device_of(first) or ""
+    if not rest:
+        return explain_problem(owner.name, one_operand_problem(op, first, device))
+    second = as_right_operand(first, rest[0]) if op == "linear" else rest[0]
+    check_product(op, first.shape, second.shape)
+    return explain_problem(owner.name, matmul_problem(first, second, device))
+
+
+def as_right_operand(x: Any, weight: Any) -> Any:
+    """The weight of ``linear`` as the right operand of a product. Raises ShapeMismatch."""
+    if len(weight.shape) != 2:
+        shapes = {"left": tuple(x.shape), "right": tuple(weight.shape)}
+        raise ShapeMismatch(op="linear", **shapes, reason="a weight has two axes, (out, in)")
+    return weight.mT
 
 
 def explain_problem(backend_name: str, problem: Problem) -> Explanation:
@@ -287,12 +335,15 @@ def supports(
     what a scheme raises; a backend that is missing is an answer, not an error.
     """
     made = as_scheme(scheme)
-    if op not in OPS:
+    if not isinstance(op, str) or op not in OPS:
         raise UnknownName(what="op with kernels", got=op, known=", ".join(OPS), nearest="matmul")
     try:
         owner, device = backend_of_device(device)
     except BackendMissing as missing:
         return Support(False, str(missing), None)
+    for name, size in (("m", m), ("n", n), ("k", k)):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise InvalidArgument(name=name, wanted="a whole number of at least 0", got=size)
     kind = device_kind(device)
     if op == "matmul":
         left = str(other) if str(other) in FLOAT_DTYPES else as_scheme(other)

@@ -20,7 +20,6 @@ from string import Formatter
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-
 #: Characters of a fact's repr in a message: enough for a scheme, a path or a short list.
 _LONGEST_REPR = 200
 
@@ -185,8 +184,8 @@ class NotAnArray(PolyquantError, TypeError):
 
     message = (
         "{role} must be an array of a known library (NumPy, PyTorch, JAX, or any that follows the "
-        "Python array API standard) or a QTensor; what came is {got}. Make it an array first, e.g. "
-        "with numpy.asarray."
+        "Python array API standard) or a QTensor; what came is of type {got}. Make it an array "
+        "first, e.g. with numpy.asarray."
     )
 
 
@@ -319,7 +318,7 @@ class InvalidTensor(PolyquantError, ValueError):
 class InvalidAxes(PolyquantError, ValueError):
     """Axes that are no permutation of a tensor's axes."""
 
-    message = "{got} is not a permutation of the {rank} axes of a tensor of shape {shape}."
+    message = "{got!r} is not a permutation of the {rank} axes of a tensor of shape {shape}."
 
 
 class Immutable(PolyquantError, AttributeError):

@@ -13,7 +13,6 @@ import numpy as np
 from polyquant import calibrate, standard
 from polyquant.arrays import (
     BACKENDS,
-    FLOAT_DTYPES,
     Array,
     Backend,
     HostArray,

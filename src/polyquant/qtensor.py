@@ -18,12 +18,14 @@ from polyquant.codec import unpack
 from polyquant.data import (
     TensorData,
     check_axes,
+    check_description,
     check_numbers,
+    is_whole,
     join,
     stored_shape,
 )
 from polyquant.data import parts as stored_parts
-from polyquant.errors import HostCopyRefused, Immutable, InvalidTensor
+from polyquant.errors import HostCopyRefused, Immutable, InvalidArgument, InvalidTensor
 from polyquant.scheme import QuantScheme
 from polyquant.values import QuantMode
 
@@ -84,8 +86,12 @@ class QTensor:
         axes: Sequence[int] | None = None,
         device: str,
     ) -> None:
-        order = tuple(range(len(shape))) if axes is None else tuple(axes)
-        given = (scheme, tuple(shape), data, scales, tensor_scale, offsets, table, order, device)
+        given_axes = _in_order(shape) if axes is None else axes
+        check_description(scheme, shape, given_axes)  # 1
+        if not isinstance(device, str):
+            raise InvalidArgument(name="device", wanted="a device's name", got=device)
+        grids = (data, scales, tensor_scale, offsets, table)
+        given = (scheme, tuple(shape), *grids, tuple(given_axes), device)
         _fill(self, given)
         validate(self)
 
@@ -139,8 +145,10 @@ class QTensor:
 
         Raises InvalidAxes.
         """
-        wanted = tuple(axes[0]) if len(axes) == 1 and not isinstance(axes[0], int) else axes
-        order = [int(a) + self.ndim if int(a) < 0 else int(a) for a in wanted]  # type: ignore[arg-type]
+        order: list[Any] = list(axes)
+        if len(axes) == 1 and isinstance(axes[0], Sequence):
+            order = list(axes[0])
+        order = [a + self.ndim if is_whole(a) and a < 0 else a for a in order]
         check_axes(order, self.shape)
         shape = tuple(self.shape[a] for a in order)
         return self._replace(shape=shape, axes=tuple(self.axes[a] for a in order))
@@ -266,6 +274,10 @@ class QTensor:
         return self._replace(**changes, device=device)
 
 
+def _in_order(shape: Any) -> tuple[int, ...]:
+    return tuple(range(len(shape))) if isinstance(shape, Sequence) else ()
+
+
 def _fill(q: QTensor, fields: Sequence[Any]) -> None:
     for name, item in zip(_FIELDS, fields, strict=True):
         object.__setattr__(q, name, item)
@@ -360,6 +372,9 @@ def from_data(data: TensorData, device: str = "numpy") -> QTensor:
 
     Raises CorruptData (NaN or infinite scales), TableMismatch, TableInvalid, UnknownDevice.
     """
+    if not isinstance(data, TensorData):
+        wanted = "a TensorData, such as q.to_data() gives"
+        raise InvalidArgument(name="data", wanted=wanted, got=data)
     target, device = backend_of_device(device)
     arrays = data.parts()
     check_numbers(arrays, data.scheme, data.stored_shape)
