@@ -198,6 +198,6 @@ def describe(thing: Any) -> str:
     owner = find_backend(thing)
     if owner is None:
         module, name = type(thing).__module__, type(thing).__qualname__
-        return name if module == "builtins" else f"{module}.{name}"
+        return f"of type {name}" if module == "builtins" else f"of type {module}.{name}"
     shape = tuple(thing.shape)
     return f"a {dtype_name(thing)} array of shape {shape} on {owner.device_of(thing)}"

@@ -184,7 +184,7 @@ class NotAnArray(PolyquantError, TypeError):
 
     message = (
         "{role} must be an array of a known library (NumPy, PyTorch, JAX, or any that follows the "
-        "Python array API standard) or a QTensor; what came is of type {got}. Make it an array "
+        "Python array API standard) or a QTensor; what came is {got}. Make it an array "
         "first, e.g. with numpy.asarray."
     )
 
