@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyquant.arrays import HostArray
-from polyquant.errors import CorruptData, InvalidHeader, UnreadableFile
+from polyquant.errors import CorruptData, InvalidHeader, PolyquantError, UnreadableFile
 from polyquant.files.info import FILE_DTYPES, array_dtype
 from polyquant.files.strict_json import parse_object
 
@@ -66,8 +66,7 @@ class MappedFile:
         what = f"Tensor {name!r} of {self.path}"
         kind = array_dtype(FILE_DTYPES[tensor.dtype].name, what).host
         flat = np.frombuffer(self.raw_bytes(name), np.uint8)
-        if tensor.dtype == "BOOL" and (flat > 1).any():
-            raise CorruptData(what=what, reason="it has booleans that are neither 0 nor 1")
+        check_booleans(flat, kind, what)
         made = flat.view(kind).reshape(tensor.shape)
         if not made.flags.aligned:
             made = made.copy()
@@ -119,14 +118,11 @@ def _map(path: Path) -> tuple[int, mmap.mmap]:
                 reason = f"the file has {size} bytes, and the length of a header alone takes 8"
                 raise InvalidHeader(path=path, reason=reason)
             return size, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-    except (OSError, ValueError, OverflowError) as error:
-        if isinstance(error, UnreadableFile | InvalidHeader):
-            raise
-        raise UnreadableFile(path=path, reason=_reason(error)) from error
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+    except PolyquantError:
+        raise
+    except (OSError, ValueError, OverflowError) as error:  # a NUL in the path; no address space
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UnreadableFile(path=path, reason=reason) from error
 
 
 def _metadata(found: Any, path: Path) -> dict[str, str]:
@@ -169,6 +165,12 @@ def _tensor(name: str, entry: Any, path: Path) -> RawTensor:
         got = offsets[1] - offsets[0]
         raise refuse(f"takes {wanted / 8:g} bytes as {dtype} of shape {shape}, and has {got}")
     return RawTensor(name, dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def check_booleans(data: HostArray, kind: np.dtype[Any], what: str) -> None:
+    """Raise CorruptData for bytes that NumPy and torch would take as neither true nor false."""
+    if kind == np.bool_ and (data > 1).any():
+        raise CorruptData(what=what, reason="it has booleans that are neither 0 nor 1")
 
 
 def is_shape(found: Any) -> bool:

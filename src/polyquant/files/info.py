@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from polyquant.arrays import Array, backend_of, dtype_name
-from polyquant.data import check_axes, data_size_bytes, stored_shape
+from polyquant.data import check_description, data_size_bytes, stored_shape
 from polyquant.errors import NotAnArray, UnsupportedDtype
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
@@ -110,9 +110,9 @@ class TensorInfo:
         scheme: QuantScheme,
         axes: Sequence[int] | None = None,
     ) -> TensorInfo:
-        """Plan a quantized tensor before it exists. Raises InvalidAxes, BlockRank."""
+        """Plan a quantized tensor not yet made. Raises InvalidAxes, InvalidArgument, BlockRank."""
         order = tuple(range(len(shape))) if axes is None else tuple(axes)
-        check_axes(order, shape)
+        check_description(scheme, shape, order)
         nbytes = data_size_bytes(scheme, stored_shape(shape, order))
         return cls(name, tuple(shape), None, scheme, nbytes, order)
 
@@ -122,9 +122,11 @@ class TensorInfo:
         if isinstance(tensor, QTensor):
             return cls.quantized(name, tensor.shape, tensor.scheme, tensor.axes)
         owner = backend_of(tensor, f"Tensor {name!r} of a file")
-        if owner.is_traced(tensor) or getattr(tensor, "is_sparse", False):
-            got = "sparse" if getattr(tensor, "is_sparse", False) else "traced or without values"
-            raise NotAnArray(role=f"Tensor {name!r} of a file", got=f"{got} ({owner.name})")
+        is_sparse = getattr(tensor, "is_sparse", False)
+        if is_sparse or owner.is_traced(tensor):
+            why = "sparse" if is_sparse else "without values (traced, or on no device)"
+            got = f"{type(tensor).__module__}.{type(tensor).__qualname__}, {why}"
+            raise NotAnArray(role=f"Tensor {name!r} of a file", got=got)
         return cls.plain(name, tuple(tensor.shape), dtype_name(tensor))
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from polyquant.errors import InvalidArgument, UnknownFormat, UnreadableFile
+from polyquant.errors import InvalidArgument, PolyquantError, UnknownFormat, UnreadableFile
 from polyquant.files.container import INDEX_SUFFIX, Container, open_container, read_small
 from polyquant.files.strict_json import parse_object
 
@@ -34,10 +34,10 @@ class Probe:
 
     @cached_property
     def head(self) -> bytes:
-        """The first bytes, at most 16."""
+        """The first bytes, at most 256."""
         try:
             with open(self.file, "rb") as file:
-                return file.read(16)
+                return file.read(256)
         except OSError as error:
             raise UnreadableFile(path=self.file, reason=error.strerror or str(error)) from error
 
@@ -69,9 +69,9 @@ class Probe:
             if not self.path.exists() and index.name.endswith(INDEX_SUFFIX) and index.is_file():
                 return index  # saved in several files under this name
             os.stat(self.path)
-        except (OSError, ValueError) as error:
-            if isinstance(error, UnknownFormat):
-                raise
+        except PolyquantError:
+            raise
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             reason = getattr(error, "strerror", None) or str(error)
             raise UnreadableFile(path=self.path, reason=reason) from error
         return self.path
@@ -83,6 +83,7 @@ class Probe:
                 return self.path / name
         for suffix in _SUFFIXES:
             found = [n for n in names if n.endswith(suffix) and not n.startswith(".")]
+            found = [n for n in found if n.removesuffix(".index.json") not in names] or found
             if len(found) == 1:
                 return self.path / found[0]
             if found:

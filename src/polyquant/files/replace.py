@@ -7,6 +7,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 from polyquant.errors import WriteFailed
@@ -24,35 +25,39 @@ class Replacement:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file: FileIO | None = None
+        self._temporary: Path | None = None
+        self._existed = False
         with self._failing():
-            target = Path(os.path.realpath(path))
-            self._existed = os.path.lexists(target)
-            self._check_target(target)
-            made = target.with_name(f".polyquant-{secrets.token_hex(8)}.tmp")
-            self._descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            self._target, self._temporary = target, made
-        with self._failing():
+            self._target = Path(os.path.realpath(path))
+            self._existed = os.path.lexists(self._target)
+            self._check_target()
+            temporary = self._target.with_name(f".polyquant-{secrets.token_hex(8)}.tmp")
+            self._file = FileIO(temporary, "xb")
+            self._temporary = temporary
             if self._existed:
-                os.fchmod(self._descriptor, stat.S_IMODE(os.stat(target).st_mode))
+                os.chmod(temporary, stat.S_IMODE(os.stat(self._target).st_mode))
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write bytes at an offset."""
         with self._failing():
+            file = self._open_file()
+            file.seek(offset)
             while data:
-                written = os.pwrite(self._descriptor, data[:_RUN_BYTES], offset)
-                data, offset = data[written:], offset + written
+                data = data[file.write(data[:_RUN_BYTES]) :]
 
     def flush(self) -> None:
         """Bring everything to the disk and close."""
         with self._failing():
-            os.fsync(self._descriptor)
-            descriptor, self._descriptor = self._descriptor, -1
-            os.close(descriptor)
+            file = self._open_file()
+            os.fsync(file.fileno())
+            file.close()
 
     def put_in_place(self) -> None:
         """Rename over the old file, after ``flush``."""
         with self._failing():
-            os.replace(self._temporary, self._target)
+            os.replace(self._temporary or "", self._target)
+            self._temporary = None
         with suppress(OSError):  # the new file is there; this makes the rename itself durable
             folder = os.open(self._target.parent, os.O_RDONLY)
             try:
@@ -62,30 +67,41 @@ class Replacement:
 
     def discard(self) -> None:
         """Remove the temporary file, if it is still there."""
-        if getattr(self, "_descriptor", -1) >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            with suppress(OSError):
-                os.close(descriptor)
-        if hasattr(self, "_temporary"):
+        if self._file is not None:
+            with suppress(OSError):  # a close may report what a write could not do
+                self._file.close()
+            self._file = None
+        if self._temporary is not None:
             with suppress(OSError):
                 os.unlink(self._temporary)
+            self._temporary = None
 
-    def _check_target(self, target: Path) -> None:
-        if self._existed and not stat.S_ISREG(os.lstat(target).st_mode):
-            what = "a folder" if target.is_dir() else "not a regular file"
-            raise WriteFailed(path=self.path, reason=f"there is {what} of that name", kept=_KEPT)
+    def _open_file(self) -> FileIO:
+        if self._file is None:
+            reason = "an earlier write to it failed"
+            raise WriteFailed(path=self.path, reason=reason, kept=self._kept())
+        return self._file
+
+    def _check_target(self) -> None:
+        if self._existed and not stat.S_ISREG(os.lstat(self._target).st_mode):
+            what = "a folder" if self._target.is_dir() else "something that is not a regular file"
+            reason = f"there is {what} of that name"
+            raise WriteFailed(path=self.path, reason=reason, kept=self._kept())
+
+    def _kept(self) -> str:
+        if self._existed:
+            return "What was there before is untouched"
+        return "Nothing was there before, and nothing was left behind"
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
+        """Discard and raise WriteFailed where the system refuses (or the path holds a NUL)."""
         try:
             yield
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        except WriteFailed:
             self.discard()
-            if isinstance(error, WriteFailed):
-                raise
-            kept = _KEPT if getattr(self, "_existed", False) else "Nothing was left behind"
+            raise
+        except (OSError, ValueError) as error:
+            self.discard()
             reason = getattr(error, "strerror", None) or str(error)
-            raise WriteFailed(path=self.path, reason=reason, kept=kept) from error
-
-
-_KEPT = "What was there before is untouched"
+            raise WriteFailed(path=self.path, reason=reason, kept=self._kept()) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 import struct
@@ -12,15 +11,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from polyquant.arrays import HostArray
 from polyquant.errors import InvalidHeader, PolyquantError, UnreadableFile, UnsupportedDtype
 from polyquant.files.checkpoint import Checkpoint, Entry
-from polyquant.files.container import is_shape
-from polyquant.files.info import ARRAY_DTYPES, TensorInfo, array_dtype
+from polyquant.files.container import check_booleans, is_shape
+from polyquant.files.info import ARRAY_DTYPES, TensorInfo
 from polyquant.files.probe import Probe
 
 NAME = "npz"
@@ -30,13 +29,22 @@ _HEADER_LIMIT_BYTES = 10_000
 #: Deflate packs at most 1032 bytes into one, so a member that claims more is a lie.
 _DEFLATE_RATIO = 1032
 _MAGIC = b"\x93NUMPY"
-_DESCRIPTION = re.compile(r"[<>|=]?[?biufc]\d*")
+_NUMBERS = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8)")
+#: The text that NumPy writes, ``{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }``, with
+#: the fields in any order. Read by this pattern, for an evaluated text could be anything.
+_HEADER = re.compile(
+    r"\s*\{(?:\s*'(?:"
+    r"descr'\s*:\s*'(?P<descr>[^'\\]*)'"
+    r"|fortran_order'\s*:\s*(?P<order>True|False)"
+    r"|shape'\s*:\s*\((?P<shape>\s*(?:[0-9]{1,19}\s*,\s*)*(?:[0-9]{1,19}\s*)?)\)"
+    r")\s*(?:,|(?=\}))){3}\s*\}\s*"
+)
 
 
 class _Member(NamedTuple):
     """One ``.npy``: dtype, shape, order, and where its numbers start."""
 
-    dtype: np.dtype[np.generic]
+    dtype: np.dtype[Any]
     shape: tuple[int, ...]
     is_fortran: bool
     start: int
@@ -44,8 +52,10 @@ class _Member(NamedTuple):
 
 def why_not(probe: Probe) -> str | None:
     """Why a path is not of this format."""
-    is_zip = probe.head[:4] in (b"PK\x03\x04", b"PK\x05\x06")
-    return None if is_zip or probe.file.suffix == ".npz" else "it is not a zip file named .npz"
+    is_zip_of_arrays = probe.head[:4] == b"PK\x03\x04" and b".npy" in probe.head
+    if is_zip_of_arrays or probe.file.suffix == ".npz":
+        return None
+    return "it is neither named .npz nor a zip file of .npy members"
 
 
 def open_checkpoint(probe: Probe) -> Checkpoint:
@@ -100,30 +110,24 @@ def _open_member(archive: zipfile.ZipFile, zipped: zipfile.ZipInfo, path: Path) 
 
 
 def _parse(text: str, start: int, name: str, path: Path) -> _Member:
-    try:
-        form = ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-        reason = f"member {name!r} has no valid header ({type(error).__name__})"
-        raise InvalidHeader(path=path, reason=reason) from None
-    fields = {"descr", "fortran_order", "shape"}
-    if not isinstance(form, dict) or set(form) != fields or not isinstance(form["shape"], tuple):
-        raise InvalidHeader(path=path, reason=f"member {name!r} has no header of an array")
-    if not is_shape(list(form["shape"])) or type(form["fortran_order"]) is not bool:
-        raise InvalidHeader(path=path, reason=f"member {name!r} has no valid shape or order")
-    dtype = _dtype(form["descr"], f"Member {name!r} of {path}")
-    return _Member(dtype, form["shape"], form["fortran_order"], start)
+    found = _HEADER.fullmatch(text)
+    if found is None or None in found.groups():
+        reason = f"member {name!r} has no header of an array of numbers"
+        raise InvalidHeader(path=path, reason=reason)
+    shape = [int(extent) for extent in found["shape"].split(",") if extent.strip()]
+    if not is_shape(shape):
+        raise InvalidHeader(path=path, reason=f"member {name!r} has no valid shape: {shape}")
+    dtype = _dtype(found["descr"], f"Member {name!r} of {path}")
+    return _Member(dtype, tuple(shape), found["order"] == "True", start)
 
 
-def _dtype(description: object, what: str) -> np.dtype[np.generic]:
-    if isinstance(description, str) and _DESCRIPTION.fullmatch(description):
-        try:
-            found = np.dtype(description)
-        except (TypeError, ValueError):
-            found = np.dtype(object)
-        array_dtype(found.name, what)
-        return found
-    known = ", ".join(ARRAY_DTYPES)
-    raise UnsupportedDtype(what=what, dtype=repr(description)[:80], known=known)
+def _dtype(description: str, what: str) -> np.dtype[Any]:
+    """The dtype of NumPy's description, such as "<f4". Objects, texts and times are refused."""
+    made = np.dtype(description) if _NUMBERS.fullmatch(description) else None
+    if made is None or made.name not in ARRAY_DTYPES:
+        known = ", ".join(ARRAY_DTYPES)
+        raise UnsupportedDtype(what=what, dtype=repr(description[:40]), known=known)
+    return made
 
 
 def _read(
@@ -135,8 +139,9 @@ def _read(
     if len(data) != zipped.file_size:
         reason = f"member {zipped.filename!r} ends after {len(data)} of {zipped.file_size} bytes"
         raise InvalidHeader(path=path, reason=reason)
-    flat = np.frombuffer(data, np.uint8, offset=member.start).view(member.dtype)
-    native: HostArray = flat.astype(member.dtype.newbyteorder("="))
+    flat = np.frombuffer(data, np.uint8, offset=member.start)
+    check_booleans(flat, member.dtype, f"Member {zipped.filename!r} of {path}")
+    native: HostArray = flat.view(member.dtype).astype(member.dtype.newbyteorder("="))
     return native.reshape(member.shape, order="F" if member.is_fortran else "C")
 
 

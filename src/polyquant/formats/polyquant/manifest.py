@@ -3,14 +3,14 @@
 ::
 
     "format": "polyquant"            the second marker: one without the other is damage
-    "polyquant": {"version": 1, "shard": [1, 1], "metadata": SUM, "checkpoint": SUM,
+    "polyquant": {"version": 1, "shard": [1, 1], "checkpoint": SUM, "header": SUM,
                   "tensors": {
                       name: {"scheme": {...}, "shape": [...], "axes": [...], "checksum": SUM},
                       name: {"dtype": "F32", "shape": [...], "checksum": SUM}}}
 
 SUM is "crc32:" and 8 hexadecimal digits: of a tensor, over its canonical description and then its
-bytes; "metadata" over the user's metadata; "checkpoint" over the checksums of all tensors of all
-shards, so that shards of different saves are told apart.
+bytes; "checkpoint" over the checksums of all tensors of all shards, so that shards of different
+saves are told apart; "header" over the rest of the manifest and the user's metadata.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyquant.data import parts
-from polyquant.errors import InvalidHeader, PolyquantError, UnsupportedVersion
+from polyquant.errors import InvalidHeader, UnsupportedVersion
 from polyquant.files.container import is_shape
 from polyquant.files.info import ARRAY_DTYPES, FILE_DTYPES, TensorInfo
 from polyquant.files.strict_json import canonical, parse_object
@@ -35,7 +35,7 @@ RESERVED = frozenset({KEY, FORMAT_KEY})
 #: Stands for a checksum until the bytes are known: as wide as every checksum.
 PENDING = "crc32:00000000"
 
-_FIELDS = frozenset({"version", "shard", "metadata", "checkpoint", "tensors"})
+_FIELDS = frozenset({"version", "shard", "checkpoint", "header", "tensors"})
 _QUANTIZED_FIELDS = frozenset({"scheme", "shape", "axes", "checksum"})
 _PLAIN_FIELDS = frozenset({"dtype", "shape", "checksum"})
 
@@ -96,9 +96,9 @@ def checksum(info: TensorInfo, data: Iterable[Any]) -> str:
     return _sum_text(total)
 
 
-def checksum_of_form(form: Mapping[str, str]) -> str:
-    """The checksum of metadata, or of all tensors' checksums."""
-    return _sum_text(zlib.crc32(canonical(dict(form)).encode()))
+def checksum_of_form(form: object) -> str:
+    """The checksum of a JSON form, such as all tensors' checksums by name."""
+    return _sum_text(zlib.crc32(canonical(form).encode()))
 
 
 def _sum_text(total: int) -> str:
@@ -116,13 +116,13 @@ def to_metadata(
     checkpoint: str,
 ) -> dict[str, str]:
     """A header's metadata. Its length does not depend on the checksums."""
-    form = {
+    form: dict[str, Any] = {
         "version": VERSION,
         "shard": shard,
-        "metadata": checksum_of_form(metadata),
         "checkpoint": checkpoint,
         "tensors": {i.name: _to_json(i) | {"checksum": checksums[i.name]} for i in infos},
     }
+    form["header"] = checksum_of_form([form, metadata])
     return {FORMAT_KEY: FORMAT, KEY: canonical(form)} | dict(metadata)
 
 
@@ -152,12 +152,12 @@ def parse(metadata: Mapping[str, str], path: Path) -> Manifest:
         raise UnsupportedVersion(what=f"layout of {path}", got=version, known=VERSION)
     if set(form) != _FIELDS or not isinstance(form["tensors"], dict):
         raise InvalidHeader(path=path, reason=f"a manifest has exactly {sorted(_FIELDS)}")
+    own = {key: item for key, item in metadata.items() if key not in RESERVED}
+    if form.pop("header") != checksum_of_form([form, own]):
+        raise InvalidHeader(path=path, reason="it does not have the checksum that was written")
     shard = form["shard"]
     if not is_shape(shard) or len(shard) != 2 or not 1 <= shard[0] <= shard[1]:
         raise InvalidHeader(path=path, reason=f"there is no shard {str(shard)[:40]}")
-    own = {key: item for key, item in metadata.items() if key not in RESERVED}
-    if form["metadata"] != checksum_of_form(own):
-        raise InvalidHeader(path=path, reason="its metadata do not have the checksum written")
     infos = tuple(_info(name, entry, path) for name, entry in form["tensors"].items())
     sums = {name: str(entry["checksum"]) for name, entry in form["tensors"].items()}
     return Manifest((shard[0], shard[1]), own, str(form["checkpoint"]), infos, sums)
@@ -175,19 +175,4 @@ def _info(name: str, entry: Any, path: Path) -> TensorInfo:
     axes = entry["axes"]
     if not isinstance(axes, list) or any(type(axis) is not int for axis in axes):
         raise InvalidHeader(path=path, reason=f"the axes of {name!r} are no list of numbers")
-    return TensorInfo.quantized(name, entry["shape"], _scheme(name, entry["scheme"], path), axes)
-
-
-def _scheme(name: str, form: Any, path: Path) -> QuantScheme:
-    """A scheme whose JSON is exactly what it would be written as."""
-    try:
-        scheme = QuantScheme.from_json(form)
-    except PolyquantError:
-        raise
-    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        reason = f"the scheme of {name!r} is malformed ({type(error).__name__}: {error})"
-        raise InvalidHeader(path=path, reason=reason) from None
-    if not isinstance(form, dict) or canonical(scheme.to_json()) != canonical(form):
-        reason = f"the scheme of {name!r} is not in the form in which it is written"
-        raise InvalidHeader(path=path, reason=reason)
-    return scheme
+    return TensorInfo.quantized(name, entry["shape"], QuantScheme.from_json(entry["scheme"]), axes)

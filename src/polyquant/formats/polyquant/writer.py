@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -48,6 +48,7 @@ class Writer:
         metadata: texts to keep beside the tensors.
         shard_size_bytes: None for one file; else files of at most that many bytes of tensors (a
             larger tensor has a file of its own), and an index.
+        shards: instead, the names that each file shall hold, every planned one once; and an index.
 
     Raises:
         InvalidName, InvalidArgument: before anything is written.
@@ -61,13 +62,16 @@ class Writer:
         *,
         metadata: Mapping[str, str] | None = None,
         shard_size_bytes: int | None = None,
+        shards: Sequence[Sequence[str]] | None = None,
     ) -> None:
         self.path = _check_path(path)
         self._metadata = _check_metadata(metadata)
         self._plan = tuple(plan)
         _check_names(self._plan)
-        self._is_sharded = shard_size_bytes is not None
+        self._is_sharded = shard_size_bytes is not None or shards is not None
         groups = _groups(self._plan, shard_size_bytes)
+        if shards is not None:
+            groups = _given_groups(self._plan, shards)
         names = self._shard_names(len(groups))
         self._shards = [
             _Shard(self.path.with_name(name), group, (i + 1, len(groups)), self._metadata)
@@ -105,6 +109,9 @@ class Writer:
 
     def __enter__(self) -> Writer:
         paths = [shard.path for shard in self._shards]
+        if self.path.is_dir():
+            reason = "there is a folder of that name"
+            raise WriteFailed(path=self.path, reason=reason, kept=_UNTOUCHED)
         with ExitStack() as undo:
             undo.callback(self._discard)
             for path in [*paths, self._index_path()] if self._is_sharded else paths:
@@ -142,18 +149,24 @@ class Writer:
         self._put_in_place()
 
     def _put_in_place(self) -> None:
-        """Rename all, the index last; then a single file of the same name is out of date."""
+        """Rename all, the index last; then what an earlier save left in the other form is old."""
         for count, file in enumerate(self._files.values()):
             try:
                 file.put_in_place()
             except WriteFailed as error:
-                if count:
-                    kept = f"{count} of {len(self._files)} files are already new; save again"
-                    raise WriteFailed(**(error.facts | {"kept": kept})) from error
-                raise
-        if self._is_sharded:
-            with suppress(FileNotFoundError):
-                os.unlink(self.path)
+                if not count:
+                    raise
+                kept = f"{count} of {len(self._files)} files are already new; save again"
+                raise WriteFailed(
+                    path=file.path, reason=error.facts["reason"], kept=kept
+                ) from error
+        old = self.path if self._is_sharded else self._index_path()
+        try:
+            old.unlink(missing_ok=True)
+        except OSError as error:
+            reason = f"{old.name}, of an earlier save, cannot be removed ({error.strerror})"
+            kept = "The new files are complete and in place; remove that one"
+            raise WriteFailed(path=self.path, reason=reason, kept=kept) from error
 
     def _discard(self) -> None:
         for file in self._files.values():
@@ -251,6 +264,17 @@ def _groups(plan: Sequence[TensorInfo], size_bytes: int | None) -> list[list[Ten
         groups[-1].append(info)
         filled += info.nbytes
     return groups
+
+
+def _given_groups(
+    plan: Sequence[TensorInfo], shards: Sequence[Sequence[str]]
+) -> list[list[TensorInfo]]:
+    infos = {info.name: info for info in plan}
+    names = [name for shard in shards for name in shard]
+    if sorted(names) != sorted(infos) or not all(shards) or not shards:
+        wanted = "lists of names, none empty, that hold every planned name once"
+        raise InvalidArgument(name="shards", wanted=wanted, got=shards)
+    return [[infos[name] for name in shard] for shard in shards]
 
 
 # -- the door ---------------------------------------------------------------------------------
