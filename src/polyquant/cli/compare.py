@@ -1,0 +1,106 @@
+"""The command compare: two checkpoints, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from polyquant.cli import output
+from polyquant.cli.options import Json
+from polyquant.formats import open_checkpoint
+from polyquant.models.comparison import Comparison, Verdict
+from polyquant.models.comparison import compare as compare_all
+from polyquant.models.norms import sqnr_db
+
+#: Exit code when the checkpoints differ by more than the tolerance.
+DIFFERENT = 1
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
+    second: Annotated[
+        Path, typer.Argument(metavar="B", help="Another, of any format.", show_default=False)
+    ],
+    tolerance: Annotated[
+        float,
+        typer.Option(min=0.0, help="The largest relative error of a tensor that is no difference."),
+    ] = 0.0,
+    *,
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints by tensor name: bits, then values.
+
+    Exits with 1 where a tensor is missing or differs by more than the tolerance.
+
+    Example: `polyquant compare model.safetensors model-int8.safetensors --tolerance 0.01`
+    """
+    results = _run(first, second, quiet=as_json)
+    beyond = [result for result in results if not result.is_within(tolerance)]
+    if as_json:
+        output.print_json(
+            {
+                "first": str(first),
+                "second": str(second),
+                "tolerance": tolerance,
+                "differ": len(beyond),
+                "tensors": [_result_json(result, tolerance) for result in results],
+            }
+        )
+    else:
+        _print_results(results, beyond, tolerance)
+    if beyond:
+        raise typer.Exit(DIFFERENT)
+
+
+def _run(first: Path, second: Path, *, quiet: bool) -> list[Comparison]:
+    results = []
+    with (
+        open_checkpoint(first) as left,
+        open_checkpoint(second) as right,
+        output.progress(in_bytes=False, quiet=quiet) as bar,
+    ):
+        task = bar.add_task("", total=len(left))
+        for result in compare_all(left, right):
+            results.append(result)
+            bar.update(task, description=result.name, advance=1)
+    return results
+
+
+def _sqnr(result: Comparison) -> float:
+    error = result.relative_error
+    return error if error != error else sqnr_db(error)  # NaN stays NaN
+
+
+def _result_json(result: Comparison, tolerance: float) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "verdict": str(result.verdict),
+        "within_tolerance": result.is_within(tolerance),
+        "relative_error": result.relative_error,
+        "sqnr_db": _sqnr(result),
+        "max_error": result.max_error,
+    }
+
+
+def _print_results(results: list[Comparison], beyond: list[Comparison], tolerance: float) -> None:
+    table = output.table(["Tensor", "Verdict"], ["Rel. error", "SQNR dB", "Max error"])
+    for result in results:
+        color = "red" if result in beyond else "green"
+        is_equal = result.verdict in (Verdict.EQUAL_BITS, Verdict.EQUAL_VALUES)
+        table.add_row(
+            output.Name(result.name),
+            f"[{color}]{result.verdict}[/]",
+            output.error_text(result.relative_error),
+            "-" if is_equal else output.decibel_text(_sqnr(result)),
+            output.error_text(result.max_error),
+        )
+    console = output.out()
+    console.print(table)
+    verdicts = Counter(result.verdict for result in results)
+    summary = ", ".join(f"{number:,} {verdict}" for verdict, number in verdicts.items())
+    console.print(f"\n{output.count(len(results), 'tensor')}: {summary}.", highlight=False)
+    if beyond:
+        console.print(f"[red]{len(beyond):,} beyond the tolerance of {tolerance:g}.[/]")

@@ -1,0 +1,168 @@
+"""The commands about this machine and about errors: devices, explain, conform."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.syntax import Syntax
+
+from polyquant.cli import output
+from polyquant.cli.options import Json
+from polyquant.dispatch import devices as list_devices
+from polyquant.errors import CATALOGUE, record
+
+#: Exit code when a check of conform fails.
+FAILED = 1
+
+
+def devices(*, as_json: Json = False) -> None:
+    """List what is usable here, and what is missing for the rest.
+
+    Example: `polyquant devices`
+    """
+    found = list_devices()
+    if as_json:
+        output.print_json([asdict(info) for info in found])
+        return
+    table = output.table(["Device", ""], after=["Note"])
+    for info in found:
+        mark = "[green]usable[/]" if info.usable else "[yellow]missing[/]"
+        note = info.note.removeprefix("usable, ").removeprefix("not usable: ")
+        table.add_row(escape(info.name), mark, escape(note[:1].upper() + note[1:]))
+    output.out().print(table)
+
+
+def explain(
+    slug: Annotated[
+        str | None,
+        typer.Argument(help="The error's slug; without one, all are listed.", show_default=False),
+    ] = None,
+    *,
+    as_json: Json = False,
+) -> None:
+    """Explain an error: what it means, when it comes, how to mend it.
+
+    Example: `polyquant explain backend-mismatch`
+    """
+    if slug is None:
+        _list_errors(as_json=as_json)
+        return
+    entry = record(slug)
+    if as_json:
+        output.print_json(entry)
+    else:
+        _print_record(output.out(), entry)
+
+
+def _list_errors(*, as_json: bool) -> None:
+    summaries = {slug: _summary(cls) for slug, cls in sorted(CATALOGUE.items())}
+    if as_json:
+        output.print_json([{"slug": slug, "summary": text} for slug, text in summaries.items()])
+        return
+    table = output.table(["Slug"], after=["What it means"])
+    for slug, text in summaries.items():
+        table.add_row(slug, escape(text))
+    output.out().print(table)
+
+
+def _summary(cls: type) -> str:
+    return (cls.__doc__ or "").partition("\n")[0]
+
+
+def _print_record(console: Console, entry: dict[str, Any]) -> None:
+    console.print(f"[bold]{entry['slug']}[/]  {entry['errorClass']} ({entry['errorType']})")
+    for field, content in entry.items():
+        if field in ("slug", "errorClass", "errorType") or not content:
+            continue
+        console.print(f"\n[bold cyan]{_heading(field)}[/]")
+        _print_field(console, content)
+
+
+def _print_field(console: Console, content: Any) -> None:
+    if isinstance(content, dict):
+        for name, text in content.items():
+            console.print(f"[dim]{_heading(str(name))}[/]")
+            _print_field(console, text)
+    elif isinstance(content, list):
+        for item in content:
+            console.print(f"  - {item}", markup=False, highlight=False)
+    elif "\n" in str(content).strip():
+        console.print(Syntax(str(content).strip("\n"), "python", background_color="default"))
+    else:
+        console.print(f"  {content}", markup=False, highlight=False)
+
+
+def _heading(field: str) -> str:
+    """ "commonSituations" as "Common situations"."""
+    words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in field)
+    return words[:1].upper() + words[1:]
+
+
+def conform(
+    device: Annotated[
+        str, typer.Option(help="The device to check, such as torch:cuda:0.")
+    ] = "numpy",
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and schemes.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check a device against the numerical contract.
+
+    The same codes, the same values, and products within their bound.
+
+    Exits with 1 when a check fails.
+
+    Example: `polyquant conform --device torch:cpu --quick`
+    """
+    from polyquant.conform import checks
+
+    results: list[Any] = []
+    with output.progress(in_bytes=False, quiet=as_json) as bar:
+        task = bar.add_task(f"checking {device}", total=None)
+        for result in checks(device, quick=quick):
+            results.append(result)
+            bar.update(task, description=f"{result.scheme} {result.what}", completed=len(results))
+    failed = [result for result in results if not result.passed]
+    if as_json:
+        output.print_json(
+            {
+                "device": device,
+                "checks": len(results),
+                "failed": len(failed),
+                "results": [
+                    {field: getattr(result, field) for field in _RESULT_FIELDS}
+                    for result in results
+                ],
+            }
+        )
+    else:
+        _print_results(device, results, failed)
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+_RESULT_FIELDS = ("name", "scheme", "what", "kernel", "passed", "detail")
+
+
+def _print_results(device: str, results: list[Any], failed: list[Any]) -> None:
+    console = output.out()
+    groups = Counter((str(r.what), str(r.kernel)) for r in results)
+    bad = Counter((str(r.what), str(r.kernel)) for r in failed)
+    table = output.table(["Check", "Kernel"], ["Passed", "Failed"])
+    for group, total in groups.items():
+        number = f"[red]{bad[group]}[/]" if bad[group] else "0"
+        table.add_row(*map(escape, group), f"{total - bad[group]:,}", number)
+    console.print(table)
+    for result in failed:
+        console.print(f"\n[bold red]Failed[/] {escape(str(result.name))}")
+        console.print(f"  {result.detail}", markup=False, highlight=False)
+    verdict = "[red]does not conform[/]" if failed else "[green]conforms[/]"
+    console.print(
+        f"\n{escape(device)} {verdict}: {len(results) - len(failed):,} of "
+        f"{output.count(len(results), 'check')} passed."
+    )

@@ -1,0 +1,1 @@
+"""Whole models: checkpoints quantized, compared and swept one tensor at a time."""

@@ -1,0 +1,62 @@
+"""Which files a quantized checkpoint goes to: one, or the shards that its source has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from polyquant.errors import InvalidArgument
+from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.container import INDEX_SUFFIX
+from polyquant.files.info import TensorInfo
+from polyquant.files.probe import Probe
+from polyquant.formats import Writer
+from polyquant.formats.polyquant.manifest import RESERVED
+
+_SUFFIX = ".safetensors"
+
+
+def open_writer(source: Checkpoint, out: Path, plan: Sequence[TensorInfo]) -> Writer:
+    """The writer of ``plan`` to ``out``, with the metadata of the source.
+
+    ``out`` ends in ``.safetensors`` (one file), or in ``.safetensors.index.json``: then tensors
+    that shared a file in the source share one again. Raises InvalidArgument for another ending and
+    where ``out`` would replace a file of the source, and what Writer raises.
+    """
+    metadata = {key: text for key, text in source.metadata.items() if key not in RESERVED}
+    probe = Probe(source.path)
+    if out.name.endswith(INDEX_SUFFIX):
+        path = out.with_name(out.name.removesuffix(".index.json"))
+        shards = _shards(probe, [info.name for info in plan])
+        _check_apart(probe, [out, path, *_shard_paths(path, len(shards))])
+        return Writer(path, plan, metadata=metadata, shards=shards)
+    if not out.name.endswith(_SUFFIX):
+        wanted = f"a name that ends in {_SUFFIX}, or in {INDEX_SUFFIX} to keep the shards"
+        raise InvalidArgument(name="OUT", wanted=wanted, got=str(out))
+    _check_apart(probe, [out])
+    return Writer(out, plan, metadata=metadata)
+
+
+def _shards(probe: Probe, names: Sequence[str]) -> list[list[str]]:
+    """The names that each file of the source holds, in the order of the files' names."""
+    if probe.container is None:
+        return [list(names)]
+    place_of = {name: file.path.name for name, file in probe.container.places.items()}
+    files = sorted({place_of[name] for name in names})
+    return [[name for name in names if place_of[name] == file] for file in files]
+
+
+def _shard_paths(path: Path, count: int) -> list[Path]:
+    stem = path.name.removesuffix(_SUFFIX)
+    return [path.with_name(f"{stem}-{i + 1:05}-of-{count:05}{_SUFFIX}") for i in range(count)]
+
+
+def _check_apart(probe: Probe, written: Iterable[Path]) -> None:
+    """Refuse to replace a file that is being read."""
+    container = probe.container
+    sources = {probe.file, *(file.path for file in (container.files if container else ()))}
+    inputs = {path.resolve() for path in sources}
+    for path in written:
+        if path.resolve() in inputs:
+            wanted = f"another file than the input ({path.name} is one of its files)"
+            raise InvalidArgument(name="OUT", wanted=wanted, got=str(path))
