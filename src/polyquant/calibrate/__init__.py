@@ -25,6 +25,7 @@ Method = Callable[[Array, QuantScheme, Array | None, str, float | None], Params]
 def _minmax(
     x: Array, scheme: QuantScheme, table: Array | None, nonfinite: str, argument: float | None
 ) -> Params:
+    """The range of the values themselves."""
     return standard.minmax(x, scheme, table, nonfinite=nonfinite)
 
 

@@ -39,7 +39,7 @@ def refuses(scheme: QuantScheme) -> str | None:
 def mse(
     x: Array, scheme: QuantScheme, table: Array | None, nonfinite: str, argument: float | None
 ) -> Params:
-    """Try each share of SHARES on every block and keep the best; of equals the largest.
+    """Try 24 clips of each block's range and keep the best; of equals the largest (SHARES).
 
     The errors are summed in float64 on the host in a fixed order. Where scales are quantized
     themselves, a share is judged with the unquantized scale. Never worse than minmax, block by

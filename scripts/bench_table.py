@@ -1,0 +1,75 @@
+"""The benchmark section of the README, from the committed results of benchmarks/."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import markdown
+from markdown import table
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+def section() -> str:
+    """Both tables, each with the machine and the date that it was measured on."""
+    quantize, dispatch = (
+        json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        for name in ("quantize.json", "dispatch.json")
+    )
+    extent = quantize["rows"][0]["shape"][0]
+    return markdown.page(
+        [
+            f"Weights of {extent} x {extent}. {origin(quantize)} GB/s count the float32 side. "
+            "`f32` is the same library's product with the dequantized weight, timed in turn.",
+            throughput(quantize["rows"]),
+            f"What `pq.matmul(x, q)` and `x @ q` add to the kernel called directly. "
+            f"{origin(dispatch)}",
+            overhead(dispatch["rows"]),
+        ]
+    )
+
+
+def throughput(rows: list[dict[str, Any]]) -> str:
+    """Quantize, dequantize, and products beside the library's own in float32."""
+    head = ["device", "scheme", "quantize, GB/s", "dequantize, GB/s"]
+    head += [f"{p['m']} row{'s' * (p['m'] > 1)}: ours / f32, ms" for p in rows[0]["products"]]
+    return table(
+        head,
+        [
+            [
+                row["device"],
+                f"`{row['scheme']}`",
+                f"{row['quantize_gb_s']:.2f}",
+                f"{row['dequantize_gb_s']:.2f}",
+                *(f"{p['ours_ms']:.1f} / {p['f32_ms']:.1f}" for p in row["products"]),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def overhead(rows: list[dict[str, Any]]) -> str:
+    """What dispatch adds to a call."""
+    return table(
+        ["device", "`pq.matmul`, us", "`x @ q`, us"],
+        [
+            [
+                row["device"],
+                f"{row['matmul_overhead_us']:.1f}",
+                f"{row['operator_overhead_us']:.1f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def origin(found: dict[str, Any]) -> str:
+    """The machine, the date and the versions in one sentence."""
+    machine, versions = found["machine"], found["versions"]
+    named = ", ".join(f"{name} {versions[name]}" for name in ("numpy", "torch") if name in versions)
+    return (
+        f"Measured on {found['date']}: {machine['cpu']}, {machine['cores']} cores, "
+        f"Python {versions['python']}, {named}."
+    )
