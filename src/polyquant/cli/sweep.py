@@ -99,16 +99,15 @@ def _print_points(
     written: Sequence[Path],
 ) -> None:
     best = {point.name for point in front(points)}
-    table = output.table(["Scheme", "Text form", ""], ["Bits", "Rel. error", "SQNR dB", "Size"])
+    table = output.table(["Scheme", "Text form", ""], ["Bits", "Rel. error", "SQNR dB"])
     for point in sorted(points, key=lambda p: (p.bits_per_element, p.relative_error)):
         table.add_row(
             escape(point.name),
-            f"[dim]{escape(point.scheme)}[/]",
+            f"[dim]{escape(point.scheme)}[/]" if point.scheme != point.name else "",
             "[green]*[/]" if point.name in best else "",
             f"{point.bits_per_element:.2f}",
             output.error_text(point.relative_error),
             output.decibel_text(sqnr_db(point.relative_error)),
-            output.size(point.size_bytes),
         )
     console = output.out()
     console.print(table)

@@ -58,8 +58,9 @@ def save_plot(points: Sequence[Point], path: str | os.PathLike[str], title: str)
     axes.set_yscale("log")
     line = [(p.bits_per_element, max(p.relative_error, _FLOOR)) for p in best]
     axes.plot(*zip(*line, strict=True), "-", color=_FRONT, linewidth=1.2, alpha=0.5, zorder=1)
-    for place, point in enumerate(sorted(points, key=lambda p: p.bits_per_element)):
-        _draw(axes, point, is_best=point in best, is_above=place % 2 == 0)
+    for point in points:
+        color = _FRONT if point in best else _OTHER
+        axes.plot(*_place(point), "o", color=color, markersize=4, zorder=2)
     axes.set_xlabel("bits per element, scales and all")
     axes.set_ylabel("relative error")
     axes.set_title(title, loc="left")
@@ -67,23 +68,49 @@ def save_plot(points: Sequence[Point], path: str | os.PathLike[str], title: str)
     axes.grid(which="major", alpha=0.3)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+    figure.draw_without_rendering()  # settles the layout, which the labels' places follow
+    _label(axes, points, best)
     image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=_DPI)
+    figure.savefig(image, format="png")
     _write(Path(path), image.getvalue())
 
 
-def _draw(axes: Any, point: Point, *, is_best: bool, is_above: bool) -> None:
-    at = (point.bits_per_element, max(point.relative_error, _FLOOR))
-    color = _FRONT if is_best else _OTHER
-    axes.plot(*at, "o", color=color, markersize=5 if is_best else 4, zorder=2)
-    axes.annotate(
-        point.name,
-        at,
-        xytext=(4, 4 if is_above else -9),
-        textcoords="offset points",
-        fontsize=7,
-        color=color,
-    )
+def _place(point: Point) -> tuple[float, float]:
+    return point.bits_per_element, max(point.relative_error, _FLOOR)
+
+
+def _label(axes: Any, points: Sequence[Point], best: Sequence[Point]) -> None:
+    """Name every point: the front to the left and down, the others to the right and up.
+
+    A label that would cover another moves on in its direction, and a thin line leads back.
+    """
+    taken: list[Any] = []
+    for point in sorted(points, key=lambda p: (p in best, p.relative_error, p.bits_per_element)):
+        is_best = point in best
+        side, color = (-1, _FRONT) if is_best else (1, _OTHER)
+        text = axes.annotate(
+            point.name,
+            _place(point),
+            xytext=(6 * side, -2),
+            textcoords="offset points",
+            ha="right" if is_best else "left",
+            va="top" if is_best else "baseline",
+            fontsize=7,
+            color=color,
+        )
+        moved = 0
+        while any(text.get_window_extent().overlaps(other) for other in taken):
+            moved += 3
+            text.xyann = (9 * side, -2 + moved * side)
+        if moved:
+            axes.annotate(
+                "",
+                _place(point),
+                xytext=text.xyann,
+                textcoords="offset points",
+                arrowprops={"arrowstyle": "-", "linewidth": 0.4, "color": color, "shrinkA": 0},
+            )
+        taken.append(text.get_window_extent())
 
 
 def _figure() -> Any:
@@ -96,7 +123,7 @@ def _figure() -> Any:
             reason="plots need it, and it is not installed",
             fix="Run: pip install 'polyquant[report]'",
         ) from error
-    return Figure(figsize=_SIZE, layout="constrained")
+    return Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
 
 
 def _write(path: Path, content: bytes) -> None:
