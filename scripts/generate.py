@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import bench_table
 import error_page
+import layer_table
 import scheme_page
 import support_table
 
@@ -28,6 +29,7 @@ PAGES: MappingProxyType[tuple[str, str | None], Callable[[], str]] = MappingProx
     {
         ("README.md", "support"): support_table.short,
         ("README.md", "benchmarks"): bench_table.section,
+        ("ARCHITECTURE.md", "layers"): layer_table.section,
         ("docs/support.md", None): support_table.page,
         ("docs/schemes.md", None): scheme_page.page,
         ("docs/errors.md", None): error_page.page,

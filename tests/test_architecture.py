@@ -35,7 +35,7 @@ LAYERS = (
     ("dispatch",),
     ("ops",),
     ("files",),
-    ("formats", "quality", "tree"),
+    ("formats", "quality", "tree", "conform"),
     ("models", "report"),
     ("polyquant",),
     ("cli",),
