@@ -34,8 +34,7 @@ LOOK_SECONDS = 0.01
 class Peak:
     """The most that a process held, in bytes, and how long it ran.
 
-    anonymous: memory of its own. resident: all of it, mapped pages of the input among it, which the
-    system takes back when it needs them.
+    anonymous: memory of its own. resident: all of it, mapped pages of the input among it.
     """
 
     anonymous: int

@@ -48,7 +48,8 @@ def _show(error: PolyquantError) -> None:
     text = str(error).removesuffix(f" [{error.slug}]")
     console = err()
     console.print(f"[bold red]Error[/] [dim]{error.slug}[/]", highlight=False)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    is_file = not console.is_terminal  # where a line may be as long as it is
+    console.print(text, markup=False, highlight=False, soft_wrap=is_file)
     console.print(f"More: polyquant explain {error.slug}", style="dim", highlight=False)
 
 

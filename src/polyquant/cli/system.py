@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -13,11 +14,14 @@ from rich.syntax import Syntax
 
 from polyquant.cli import output
 from polyquant.cli.options import Json
+from polyquant.conform import Result, checks
 from polyquant.dispatch import devices as list_devices
 from polyquant.errors import CATALOGUE, record
 
 #: Exit code when a check of conform fails.
 FAILED = 1
+#: How many failed checks are shown in full.
+_SHOWN = 20
 
 
 def devices(*, as_json: Json = False) -> None:
@@ -119,14 +123,12 @@ def conform(
 
     Example: `polyquant conform --device torch:cpu --quick`
     """
-    from polyquant.conform import checks
-
-    results: list[Any] = []
+    results: list[Result] = []
     with output.progress(in_bytes=False, quiet=as_json) as bar:
         task = bar.add_task(f"checking {device}", total=None)
         for result in checks(device, quick=quick):
             results.append(result)
-            bar.update(task, description=f"{result.scheme} {result.what}", completed=len(results))
+            bar.update(task, description=f"{result.name} {result.scheme}", completed=len(results))
     failed = [result for result in results if not result.passed]
     if as_json:
         output.print_json(
@@ -134,10 +136,7 @@ def conform(
                 "device": device,
                 "checks": len(results),
                 "failed": len(failed),
-                "results": [
-                    {field: getattr(result, field) for field in _RESULT_FIELDS}
-                    for result in results
-                ],
+                "results": [result._asdict() for result in results],
             }
         )
     else:
@@ -146,23 +145,24 @@ def conform(
         raise typer.Exit(FAILED)
 
 
-_RESULT_FIELDS = ("name", "scheme", "what", "kernel", "passed", "detail")
-
-
-def _print_results(device: str, results: list[Any], failed: list[Any]) -> None:
+def _print_results(device: str, results: Sequence[Result], failed: Sequence[Result]) -> None:
     console = output.out()
-    groups = Counter((str(r.what), str(r.kernel)) for r in results)
-    bad = Counter((str(r.what), str(r.kernel)) for r in failed)
-    table = output.table(["Check", "Kernel"], ["Passed", "Failed"])
+    groups = Counter((result.name, result.kernel) for result in results)
+    bad = Counter((result.name, result.kernel) for result in failed)
+    table = output.table(["Checks of", "Kernel"], ["Passed", "Failed"])
     for group, total in groups.items():
-        number = f"[red]{bad[group]}[/]" if bad[group] else "0"
+        number = f"[red]{bad[group]:,}[/]" if bad[group] else "0"
         table.add_row(*map(escape, group), f"{total - bad[group]:,}", number)
     console.print(table)
-    for result in failed:
-        console.print(f"\n[bold red]Failed[/] {escape(str(result.name))}")
+    for result in failed[:_SHOWN]:
+        place = f"{result.name}, {result.kernel or 'no kernel'}: {result.what} as {result.scheme}"
+        console.print(f"\n[bold red]Failed[/] {escape(place)}", highlight=False)
         console.print(f"  {result.detail}", markup=False, highlight=False)
+    if len(failed) > _SHOWN:
+        console.print(f"\nand {len(failed) - _SHOWN:,} more; --json has them all.")
     verdict = "[red]does not conform[/]" if failed else "[green]conforms[/]"
     console.print(
         f"\n{escape(device)} {verdict}: {len(results) - len(failed):,} of "
-        f"{output.count(len(results), 'check')} passed."
+        f"{output.count(len(results), 'check')} passed.",
+        highlight=False,
     )

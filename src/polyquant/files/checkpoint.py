@@ -40,12 +40,13 @@ class Checkpoint(Mapping[str, Any]):
         metadata: Mapping[str, str],
         entries: Mapping[str, Entry],
         close: Callable[[], None] | None = None,
+        release: Callable[[], None] | None = None,
     ) -> None:
         self.path, self.format = path, format
         self.metadata: Mapping[str, str] = MappingProxyType(dict(metadata))
         self._infos = {name: entry.info for name, entry in entries.items()}
         self._reads = {name: entry.read for name, entry in entries.items()}
-        self._close, self._is_open = close, True
+        self._close, self._release, self._is_open = close, release, True
 
     def info(self, name: str) -> TensorInfo:
         """Shape, dtype or scheme, and size of a tensor. Raises TensorNotFound."""
@@ -69,6 +70,14 @@ class Checkpoint(Mapping[str, Any]):
             raise UnreadableFile(path=self.path, reason="the checkpoint is closed")
         tensor = self._reads[name]()
         return tensor.to(device) if isinstance(tensor, QTensor) else to_device(tensor, device)
+
+    def release(self) -> None:
+        """Give the pages of what has been read back to the system; arrays stay valid.
+
+        For who reads tensor after tensor of a large file: the pages count as memory until then.
+        """
+        if self._release is not None:
+            self._release()
 
     def close(self) -> None:
         """Let go of the file. Names, infos and arrays that were read stay."""

@@ -73,6 +73,11 @@ class MappedFile:
             made.flags.writeable = False
         return made
 
+    def release(self) -> None:
+        """Give the mapped pages back to the system. Views of them stay valid, and map them anew."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.buffer.madvise(mmap.MADV_DONTNEED)
+
 
 @dataclass(frozen=True)
 class Container:
@@ -87,6 +92,11 @@ class Container:
         """The metadata on which all files agree."""
         first, *rest = (file.metadata for file in self.files)
         return {k: v for k, v in first.items() if all(other.get(k) == v for other in rest)}
+
+    def release(self) -> None:
+        """Give the mapped pages of all files back to the system."""
+        for file in self.files:
+            file.release()
 
 
 def open_file(path: Path) -> MappedFile:

@@ -27,7 +27,8 @@ def open_checkpoint(probe: Probe) -> Checkpoint:
         name: Entry(_info(file.tensors[name]), partial(file.read, name))
         for name, file in container.places.items()
     }
-    return Checkpoint(probe.path, NAME, container.metadata, entries)
+    metadata = container.metadata
+    return Checkpoint(probe.path, NAME, metadata, entries, release=container.release)
 
 
 def _info(tensor: RawTensor) -> TensorInfo:

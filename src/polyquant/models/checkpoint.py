@@ -112,6 +112,7 @@ def quantize_checkpoint(
                 q = quantize(x, step.scheme, calibration=calibration)
                 writer.write(step.name, q)
                 done = Done(step, measure(x, q), squared_norm(x))
+            checkpoint.release()
             finished.append(done)
             on_done(done)
     return finished

@@ -54,6 +54,8 @@ def compare(first: Checkpoint, second: Checkpoint) -> Iterator[Comparison]:
             yield Comparison(name, Verdict.ONLY_FIRST)
         else:
             yield compare_tensors(name, first[name], second[name])
+            first.release()
+            second.release()
     known = set(here)
     yield from (Comparison(name, Verdict.ONLY_SECOND) for name in there if name not in known)
 

@@ -78,6 +78,7 @@ def sweep(
             on_step(name, tensor)
             if sums[name].refused is None:
                 _add(sums[name], x, x_squared, scheme)
+        checkpoint.release()
     return [_point(name, schemes[name], sums[name], elements, squared) for name in schemes]
 
 

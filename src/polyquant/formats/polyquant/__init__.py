@@ -45,7 +45,8 @@ def open_checkpoint(probe: Probe) -> Checkpoint:
                 reason = f"tensor {info.name!r} stands in two of its files"
                 raise InvalidHeader(path=container.path, reason=reason)
             entries[info.name] = Entry(info, partial(_read, file, info, found.checksums[info.name]))
-    return Checkpoint(probe.path, NAME, manifests[0].metadata, entries)
+    metadata = manifests[0].metadata
+    return Checkpoint(probe.path, NAME, metadata, entries, release=container.release)
 
 
 def _check_shards(container: Container, manifests: list[Manifest]) -> None:
