@@ -66,7 +66,7 @@ def backend(name: str) -> Backend:
     """The backend of that name. Raises UnknownDevice, or BackendMissing when it cannot be used."""
     if name not in BACKENDS:
         raise UnknownDevice(
-            device=name, reason="no backend has that name", known=", ".join(BACKENDS)
+            device=name, reason="it begins with no backend's name", known=", ".join(BACKENDS)
         )
     try:
         module = import_module(BACKENDS[name])

@@ -163,6 +163,8 @@ def check_product(op: str, left: Sequence[int], right: Sequence[int]) -> None:
         inner = right[-2] if len(right) > 1 else right[-1]
         if left[-1] != inner:
             reason = f"the inner extents differ, {left[-1]} and {inner}"
+            if left[-1] == right[-1]:
+                reason += "; the second operand's .mT would fit"
         for x, y in zip(reversed(left[:-2]), reversed(right[:-2]), strict=False):
             if x != y and 1 not in (x, y):
                 reason = f"the batch extents {x} and {y} do not broadcast"

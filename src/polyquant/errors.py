@@ -211,8 +211,8 @@ class InvalidScale(PolyquantError, ValueError):
     """Scales or offsets that are negative, NaN or infinite."""
 
     message = (
-        "{what} must be {wanted}; {count} of those that came are not, the first at index {index}: "
-        "{value}."
+        "{what} must be {wanted}, and at {count} of the indices they are not, the first of them "
+        "{index}: {value}."
     )
 
 

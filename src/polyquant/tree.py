@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from polyquant.arrays import FLOAT_DTYPES, dtype_name, find_backend
+from polyquant.arrays import FLOAT_DTYPES, describe, dtype_name, find_backend
 from polyquant.errors import NothingMatches, UnsupportedTree
 from polyquant.ops import quantize
 from polyquant.qtensor import QTensor
@@ -81,8 +81,7 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     if children is None:
         is_plain = tree is None or isinstance(tree, bool | int | float | str | QTensor)
         if not is_plain and find_backend(tree) is None:
-            got = f"a {type(tree).__module__}.{type(tree).__qualname__}"
-            raise UnsupportedTree(path=path or "The tree", got=got)
+            raise UnsupportedTree(path=path or "The tree", got=describe(tree))
         yield path, tree
         return
     for name, item in children:
