@@ -265,10 +265,12 @@ def main() -> int:
     console = Console()
     model = find_model()
     if model is None:
-        console.print(f"The demo needs a model; install it with: {INSTALL}", highlight=False)
+        console.print(f"The demo needs a model; install it with: {INSTALL}", soft_wrap=True)
         return 2
     if not any(info.usable and info.name == "torch:cpu" for info in pq.devices()):
-        console.print("The demo needs torch; install it with: python -m pip install torch")
+        console.print(
+            "The demo needs torch; install it with: python -m pip install torch", soft_wrap=True
+        )
         return 2
     console.print(f"polyquant {pq.__version__} on all-MiniLM-L6-v2\n", highlight=False)
     if not run(model, console):
