@@ -9,10 +9,10 @@ import pickle
 import re
 import subprocess
 import sys
-import textwrap
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -242,6 +242,399 @@ def test_a_fact_that_would_fill_the_screen_is_cut() -> None:
     assert len(caught.value.facts["got"]) > 3000  # the fact itself is whole
 
 
+# -- texts, word by word --------------------------------------------------------------------------
+
+X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
+Q = pq.quantize(X, "q4s")
+NOT_FINITE = np.array([[1.0, np.inf], [np.nan, 2.0]], np.float32)
+NF4 = pq.scheme("nf4").to_json()
+
+#: What a user does, and the whole text that comes, cut into lines at spaces.
+TEXTS: list[tuple[Callable[[], object], tuple[str, ...]]] = [
+    (
+        lambda: pq.scheme("q4s/32"),
+        (
+            "'q4s/32' is not a scheme: at position 6 it needs ':' and a scale type, got ''.",
+            "Did you mean 'q4s-32'? The presets are listed by pq.presets(). [unknown-scheme]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(X, None),  # type: ignore[arg-type]
+        (
+            "None is not a scheme: its type is NoneType, not str.",
+            "The presets are listed by pq.presets(). [unknown-scheme]",
+        ),
+    ),
+    (
+        lambda: pq.QuantScheme("q4s", scale="float16"),
+        (
+            "There is no scale type 'float16'. Known: f32, f16, bf16, ue8m0, ue4m3.",
+            "The nearest is 'f16'. [unknown-name]",
+        ),
+    ),
+    (
+        lambda: pq.QuantScheme("u4", offset="bias:int4"),
+        (
+            "There is no offset type 'int4'.",
+            "Known: f32, f16, bf16, u8, u7, u6, u5, u4, u3, u2, u1.",
+            "The nearest is 'u4'. [unknown-name]",
+        ),
+    ),
+    (
+        lambda: pq.QuantScheme("u4", offset="bias"),
+        (
+            "offset must be a kind and a type, such as 'bias:f16' or 'zero_point:u4';",
+            "what came is 'bias'. [invalid-argument]",
+        ),
+    ),
+    (
+        lambda: pq.QuantScheme("q4s", offset="bias:f16"),
+        (
+            "q4s/32:f16+bias:f16 cannot be: affine codes are unsigned, and q4s is not.",
+            "The nearest valid scheme is 'u4/32:f16+bias:f16'. [invalid-scheme]",
+        ),
+    ),
+    (
+        lambda: pq.QuantScheme("q4s", block=32.0),  # type: ignore[arg-type]
+        (
+            "Block 32.0 has the extent 32.0; an extent is a whole number from 1 to 2^63 - 1,",
+            "or -1 for a whole axis. Pass block=None for one block over the whole tensor.",
+            "[invalid-block]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(X[0], "fp8-128x128"),
+        (
+            "A block of 128x128 has 2 axes, and the tensor of shape (32,) has 1.",
+            "Use a block of no more axes than the tensor, block=None for one block over all of it,",
+            "or reshape the tensor. [block-rank]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(X, "u4[custom]/64:f32"),
+        (
+            "Scheme u4[custom]/64:f32 looks its codes up in a table of the tensor's own,",
+            "and none came. Pass table= with 16 numbers, or table='kmeans' to fit one.",
+            "[table-missing]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(X, "nf4", table=np.ones(16)),
+        (
+            "Scheme u4[nf4]/64:f32 takes no table=: it names the table 'nf4'.",
+            "Leave it out, or use the scheme 'u4[custom]/64:f32'. [table-superfluous]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(X, "u4[custom]/64:f32", table=np.ones(15)),
+        (
+            "A table for 4-bit codes has 16 entries in one dimension;",
+            "the shape that came is (15,). [table-length]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(NOT_FINITE, "q4s"),
+        (
+            "The input of shape (2, 2) holds 2 values that are NaN or infinite",
+            "(beyond float32's range counts), the first at index (0, 1): inf.",
+            "Mend them, or pass nonfinite='saturate'",
+            "(infinities go to the ends of the range, NaN to 0). [non-finite-input]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(X, "u4/32:f16"),
+        (
+            "Scheme u4/32:f16 holds no negative numbers, and the input of shape (2, 32) has 32,",
+            "the first at index (0, 0): -1.0.",
+            "Use a signed value type or an offset, e.g. 'q4s/32:f16'. [negative-input]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(np.arange(4), "q4s"),
+        (
+            "x must be a floating-point array (float16, bfloat16, float32 or float64);",
+            "what came is int64. Convert it first, with .astype('float32'). [not-float]",
+        ),
+    ),
+    (
+        lambda: pq.quantize([1.0, 2.0], "q4s"),
+        (
+            "x must be an array of a known library (NumPy, PyTorch, JAX, or any that follows",
+            "the Python array API standard) or a QTensor; what came is of type list.",
+            "Make it an array first, e.g. with numpy.asarray. [not-an-array]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(Q, "nf4"),
+        (
+            "x must be a float array; what came is already quantized as q4s/32:f16.",
+            "Call .dequantize() first, and know that quantizing twice loses twice.",
+            "[already-quantized]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(X, "int8", scales=np.ones(2)),
+        (
+            "scales for q8s/row:f32 on shape (2, 32) form a grid of shape (2, 1);",
+            "the shape that came is (2,). [scale-shape]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(X, "q4s", scales=[[0.1], [-0.1]]),
+        (
+            "scales must be finite and not negative, and at 1 of the indices they are not,",
+            "the first of them (1, 0): -0.1. [invalid-scale]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(X, "q4s", scales="0.1"),
+        (
+            "scales must be real numbers: one, or a list or an array of them;",
+            "what came is '0.1'. [invalid-argument]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(X, "q4s", scales=np.ones((2, 1)), offsets=np.ones((2, 1))),
+        (
+            "Scheme q4s/32:f16 cannot take the offsets that came: it has no offset.",
+            "[scale-argument]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(X, "q4s", calibration="mx_floor"),
+        (
+            "Calibration 'mx_floor' does not work for q4s/32:f16:",
+            "it gives powers of two, and the scales are f16. Use minmax. [calibration-refused]",
+        ),
+    ),
+    (
+        lambda: pq.quantize(X, "q4s", calibration="percentile:150"),
+        (
+            "calibration must be a number above 0 and at most 100, as in 'percentile:99.9';",
+            "what came is 'percentile:150'. [invalid-argument]",
+        ),
+    ),
+    (
+        lambda: pq.matmul(X, Q),
+        (
+            "matmul cannot combine the shapes (2, 32) and (2, 32):",
+            "the inner extents differ, 32 and 2; the second operand's .mT would fit.",
+            "[shape-mismatch]",
+        ),
+    ),
+    (
+        lambda: pq.linear(X, Q, np.ones(3, np.float32)),
+        (
+            "linear cannot combine the shapes (2, 32) and (3,):",
+            "the bias must be of shape (2,). [shape-mismatch]",
+        ),
+    ),
+    (
+        lambda: np.linalg.svd(Q),  # type: ignore[call-overload]
+        (
+            "numpy.linalg.svd has no form for quantized tensors.",
+            "Supported on a QTensor: matmul, @, torch.nn.functional.linear.",
+            "Otherwise call it on q.dequantize(). [unsupported-function]",
+        ),
+    ),
+    (
+        lambda: Q.permute(1, 1),
+        (
+            "(1, 1) is not a permutation of the 2 axes of a tensor of shape (2, 32).",
+            "[invalid-axes]",
+        ),
+    ),
+    (
+        lambda: setattr(Q, "scales", None),
+        (
+            "A QTensor does not change; 'scales' cannot be set.",
+            "Make a new one with pq.quantize or q.to. [immutable]",
+        ),
+    ),
+    (
+        lambda: Q.dequantize("int8"),
+        (
+            "The result of dequantize cannot be 'int8'.",
+            "Known: float16, bfloat16, float32, float64. [unsupported-dtype]",
+        ),
+    ),
+    (
+        lambda: pq.TensorData(b"1234", Q.shape, Q.scheme, Q.axes),
+        (
+            "TensorData of scheme q4s/32:f16 and shape (2, 32) has exactly 36 bytes; 4 came.",
+            "[data-length]",
+        ),
+    ),
+    (
+        lambda: pq.QuantScheme.from_json(NF4 | {"version": 99}),
+        (
+            "This scheme has version 99; this polyquant reads version 1.",
+            "Upgrade polyquant to read it. [unsupported-version]",
+        ),
+    ),
+    (
+        lambda: pq.errors.record("block-rnak"),
+        ("There is no error 'block-rnak'. Did you mean 'block-rank'? [unknown-slug]",),
+    ),
+    (
+        lambda: pq.quantize_tree({"fc": {"weight": X}}, "nf4", include="weight"),
+        (
+            "Include patterns ['weight'] match none of the 1 tensors.",
+            "Names look like: fc.weight. [nothing-matches]",
+        ),
+    ),
+    (
+        lambda: pq.quantize_tree({"layers": {1, 2}}, "nf4"),
+        (
+            "layers is of type set; a tree holds dicts, lists, tuples and arrays.",
+            "[unsupported-tree]",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("act", "lines"), TEXTS, ids=[lines[-1].rpartition("[")[2][:-1] for _, lines in TEXTS]
+)
+def test_the_text_of_an_error(act: Callable[[], object], lines: tuple[str, ...]) -> None:
+    with pytest.raises(PolyquantError) as caught:
+        act()
+    assert str(caught.value) == " ".join(lines)
+    check_error(caught.value)
+
+
+def test_the_text_of_operands_in_two_libraries() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    with pytest.raises(pq.errors.BackendMismatch) as caught:
+        pq.matmul(torch.ones(2, 32), Q.T)
+    assert str(caught.value) == (
+        "matmul needs both operands in one library. "
+        "a is a float32 array of shape (2, 32) on torch:cpu; "
+        "b is a q4s/32:f16 QTensor of shape (32, 2) on numpy. "
+        "Nothing is copied between libraries unasked: call b.to('torch:cpu'). [backend-mismatch]"
+    )
+
+
+def test_the_text_of_operands_on_two_devices() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    with pytest.raises(pq.errors.DeviceMismatch) as caught:
+        pq.linear(torch.ones(2, 32), Q.to("torch:meta"))
+    assert str(caught.value) == (
+        "linear needs both operands on one device. "
+        "x is a float32 array of shape (2, 32) on torch:cpu; "
+        "weight is a q4s/32:f16 QTensor of shape (2, 32) on torch:meta. "
+        "Nothing is copied between devices unasked: call weight.to('torch:cpu'). [device-mismatch]"
+    )
+
+
+# -- junk ---------------------------------------------------------------------------------------
+
+JUNK = (None, True, 3, -1.5, 1j, "", "x", "3", b"x", (), [], {}, {"a": 1}, [[1], [1, 2]], object)
+JUNK += (10**400, float("nan"), np.float32(3), np.array(["a"]), np.array(1j), np.array([None]), Q)
+ENTRIES = np.linspace(-1, 1, 16)
+
+#: A call with one place for junk. It may work; else it raises an error of the catalogue, no other.
+CALLS: dict[str, Callable[[Any], object]] = {
+    "quantize x": lambda junk: pq.quantize(junk, "q4s"),
+    "quantize scheme": lambda junk: pq.quantize(X, junk),
+    "quantize scales": lambda junk: pq.quantize(X, "q4s", scales=junk),
+    "quantize scales of two levels": lambda junk: pq.quantize(X, "nvfp4", scales=(junk, junk)),
+    "quantize tensor scale": lambda junk: pq.quantize(X, "nvfp4", scales=(np.ones((2, 2)), junk)),
+    "quantize offsets": lambda junk: pq.quantize(
+        X, "u4/32:f16-zero:u4", scales=np.ones((2, 1)), offsets=junk
+    ),
+    "quantize table": lambda junk: pq.quantize(X, "u4[custom]/32:f16", table=junk),
+    "quantize calibration": lambda junk: pq.quantize(X, "q4s", calibration=junk),
+    "quantize nonfinite": lambda junk: pq.quantize(X, "q4s", nonfinite=junk),
+    "quantize kernel": lambda junk: pq.quantize(X, "q4s", kernel=junk),
+    "scheme": pq.scheme,
+    "scheme value": lambda junk: pq.QuantScheme(junk),
+    "scheme mode": lambda junk: pq.QuantScheme("q4s", mode=junk),
+    "scheme block": lambda junk: pq.QuantScheme("q4s", block=junk),
+    "scheme scale": lambda junk: pq.QuantScheme("q4s", scale=junk),
+    "scheme tensor scale": lambda junk: pq.QuantScheme("q4s", tensor_scale=junk),
+    "scheme offset": lambda junk: pq.QuantScheme("u4", offset=junk),
+    "scheme Offset": lambda junk: pq.QuantScheme("u4", offset=pq.Offset(junk, junk)),
+    "scheme store": lambda junk: pq.QuantScheme("q4s", store=junk),
+    "from_json": pq.QuantScheme.from_json,
+    "matmul a": lambda junk: pq.matmul(junk, Q),
+    "matmul b": lambda junk: pq.matmul(X, junk),
+    "matmul out_dtype": lambda junk: pq.matmul(X, Q.T, out_dtype=junk),
+    "matmul kernel": lambda junk: pq.matmul(X, Q.T, kernel=junk),
+    "linear x": lambda junk: pq.linear(junk, Q),
+    "linear weight": lambda junk: pq.linear(X, junk),
+    "linear bias": lambda junk: pq.linear(X, Q, junk),
+    "linear activations": lambda junk: pq.linear(X, Q, activations=junk),
+    "dequantize": lambda junk: Q.dequantize(junk),
+    "to": lambda junk: Q.to(junk),
+    "permute": lambda junk: Q.permute(junk),
+    "permute two": lambda junk: Q.permute(junk, 0),
+    "from_data": lambda junk: pq.from_data(junk),
+    "from_data device": lambda junk: pq.from_data(Q.to_data(), junk),
+    "TensorData bytes": lambda junk: pq.TensorData(junk, (2, 32), Q.scheme, (0, 1)),
+    "TensorData shape": lambda junk: pq.TensorData(b"", junk, Q.scheme, (0, 1)),
+    "TensorData scheme": lambda junk: pq.TensorData(b"", (2, 32), junk, (0, 1)),
+    "TensorData axes": lambda junk: pq.TensorData(b"", (2, 32), Q.scheme, junk),
+    "QTensor scheme": lambda junk: pq.QTensor(junk, Q.shape, Q.data, Q.scales, device="numpy"),
+    "QTensor shape": lambda junk: pq.QTensor(Q.scheme, junk, Q.data, Q.scales, device="numpy"),
+    "QTensor data": lambda junk: pq.QTensor(Q.scheme, Q.shape, junk, Q.scales, device="numpy"),
+    "QTensor scales": lambda junk: pq.QTensor(Q.scheme, Q.shape, Q.data, junk, device="numpy"),
+    "QTensor device": lambda junk: pq.QTensor(Q.scheme, Q.shape, Q.data, Q.scales, device=junk),
+    "explain op": lambda junk: pq.explain(junk, X, Q),
+    "explain matmul": lambda junk: pq.explain("matmul", junk, Q),
+    "explain linear": lambda junk: pq.explain("linear", X, junk),
+    "explain quantize": lambda junk: pq.explain("quantize", junk),
+    "explain nothing": lambda junk: pq.explain("matmul"),
+    "supports device": lambda junk: pq.supports(junk, "q4s"),
+    "supports scheme": lambda junk: pq.supports("numpy", junk),
+    "supports op": lambda junk: pq.supports("numpy", "q4s", junk),
+    "supports m": lambda junk: pq.supports("numpy", "q4s", m=junk),
+    "device_of": pq.device_of,
+    "same_backend": lambda junk: pq.same_backend(junk, Q),
+    "record": record,
+}
+FIELDS = sorted(NF4)
+CALLS |= {
+    f"from_json {name}": lambda junk, name=name: pq.QuantScheme.from_json(NF4 | {name: junk})
+    for name in FIELDS
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_junk_meets_an_error_of_the_catalogue(call: str) -> None:
+    for junk in JUNK:
+        with suppress(PolyquantError):
+            CALLS[call](junk)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "q4s/32:(" * 5000,
+        "q4s/" + "9" * 5000 + ":f16",
+        "[" * 100_000,
+        "9" * 5000,
+        "{" + '"a":1,' * 9,
+    ],
+)
+def test_a_hostile_text_meets_an_error_of_the_catalogue(text: str) -> None:
+    for parse in (pq.scheme, pq.QuantScheme.from_json):
+        with pytest.raises(PolyquantError):
+            parse(text)
+
+
+def test_a_hostile_depth_of_schemes_is_refused() -> None:
+    form = pq.scheme("q8s/32:f16").to_json()
+    for _ in range(900):
+        form = form | {"scale": form}
+    with pytest.raises(pq.errors.UnknownScheme):
+        pq.QuantScheme.from_json(form)
+    made = pq.scheme("q8s/32:f16")
+    with pytest.raises(pq.errors.InvalidScheme):
+        for _ in range(900):
+            made = pq.QuantScheme("q8s", scale=made)
+
+
 # -- raise sites --------------------------------------------------------------------------------
 
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -271,6 +664,11 @@ class Module:
         self.functions = {
             node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)
         }
+        self.assignments: dict[str, list[ast.Assign]] = {}
+        for node in ast.walk(self.tree):
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                if isinstance(target, ast.Name):
+                    self.assignments.setdefault(target.id, []).append(node)  # type: ignore[arg-type]
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
         """The functions and handlers around a node, innermost first, then the module."""
@@ -279,16 +677,11 @@ class Module:
             if isinstance(node, ast.FunctionDef | ast.ExceptHandler | ast.Module):
                 yield node
 
-    def assigned(self, name: str, at: ast.AST) -> ast.expr | None:
+    def assigned(self, name: str, at: ast.expr) -> ast.expr | None:
         """What a name was last assigned before a place, in the innermost function that does."""
+        before = [a for a in self.assignments.get(name, ()) if a.lineno <= at.lineno]
         for scope in self.around(at):
-            found = [
-                node.value
-                for node in ast.walk(scope)
-                if isinstance(node, ast.Assign)
-                and node.lineno <= at.lineno  # type: ignore[attr-defined]
-                and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
-            ]
+            found = [a.value for a in before if scope in self.around(a)]
             if found:
                 return found[-1]
         return None
@@ -324,11 +717,10 @@ class Module:
             assigned = self.assigned(node.id, node)
             if assigned is not None:
                 return self.keys(assigned)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            if node.func.id in self.functions:
-                function = self.functions[node.func.id]
-                returned = [r.value for r in ast.walk(function) if isinstance(r, ast.Return)]
-                return set().union(*(self.keys(value) for value in returned if value))
+        function = self.function(node.func) if isinstance(node, ast.Call) else None
+        if function is not None:
+            returned = [r.value for r in ast.walk(function) if isinstance(r, ast.Return)]
+            return set().union(*(self.keys(value) for value in returned if value))
         if isinstance(node, ast.Attribute) and node.attr == "facts":
             return self.fields_of_caught(node)
         raise LookupError(f"{self.where(node)}: cannot tell the keys of {ast.unparse(node)}")
@@ -346,15 +738,19 @@ class Module:
                         return set(CLASSES[cls[0]].fields())
         raise LookupError(f"{self.where(node)}: cannot tell what {name} is")
 
+    def function(self, callee: ast.expr) -> ast.FunctionDef | None:
+        """The function of this module that a callee is, or None."""
+        return self.functions.get(callee.id) if isinstance(callee, ast.Name) else None
+
     def returns_error(self, callee: ast.expr) -> bool:
         """Whether a callee is a function of this module that is annotated to make an error."""
-        if not isinstance(callee, ast.Name) or callee.id not in self.functions:
-            return False
-        made = self.functions[callee.id].returns
+        function = self.function(callee)
+        made = None if function is None else function.returns
         return made is not None and ast.unparse(made) in {*CLASSES, "PolyquantError"}
 
     def where(self, node: ast.AST) -> str:
-        return f"{relative(self.path)}:{node.lineno}"  # type: ignore[attr-defined]
+        name = relative(self.path) if self.path.is_relative_to(SOURCE) else self.path.name
+        return f"{name}:{node.lineno}"  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -375,6 +771,31 @@ def test_every_error_is_made_with_exactly_the_facts_of_its_text(modules: list[Mo
                     wrong.append(f"{module.where(call)}: {cls.__name__} of {sorted(passed)}")
     assert wrong == []
     assert sorted(cls.slug for cls in made) == SLUGS, "each class is raised somewhere"
+
+
+def test_the_walk_sees_what_is_wrong(tmp_path: Path) -> None:
+    """The walk itself: a fact too few, too many, behind ** and behind a chosen class."""
+    path = tmp_path / "bad.py"
+    path.write_text(
+        """
+def f(g):
+    facts = {"op": 1, "left": 2}
+    error = ShapeMismatch if g else DeviceMismatch
+    raise error(**facts, right=3)
+
+def h():
+    raise InvalidAxes(got=1, rank=2, shape=3) from None
+"""
+    )
+    module = Module(path)
+    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    seen = {tuple(c.slug for c in module.classes(n.func) or ()): module.keywords(n) for n in calls}
+    assert seen == {
+        ("shape-mismatch", "device-mismatch"): {"op", "left", "right"},
+        ("invalid-axes",): {"got", "rank", "shape"},
+    }
+    with pytest.raises(LookupError):
+        module.keys(ast.parse("unknown()", mode="eval").body)
 
 
 def test_only_errors_of_the_catalogue_are_raised(modules: list[Module]) -> None:
