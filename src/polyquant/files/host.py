@@ -6,9 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from polyquant.arrays import Array, HostArray, backend_of, backend_of_device, dtype_name, namespace
+from polyquant.arrays import (
+    Array,
+    Backend,
+    HostArray,
+    backend_of,
+    backend_of_device,
+    dtype_name,
+    namespace,
+)
 from polyquant.errors import UnsupportedDtype
-from polyquant.files.info import ARRAY_DTYPES
+from polyquant.files.info import ARRAY_DTYPES, FileDtype
 from polyquant.qtensor import QTensor, from_parts
 
 
@@ -32,17 +40,19 @@ def to_device(array: HostArray, device: str) -> Array:
     target, device = backend_of_device(device)
     if target.name == "numpy":
         return array
-    name = array.dtype.name
-    if not _is_byte_float(name):
-        made = target.from_host(array, device)
-    else:
-        raw = target.from_host(array.view(np.uint8), device)
-        wanted = getattr(namespace(raw), name, None)
-        made = raw if wanted is None else raw.view(wanted)
-    if dtype_name(made) != name:
+    if dtype_name(_made(target, array.reshape(-1)[:0], device)) != array.dtype.name:
         known = f"the dtypes of {target.name} (JAX has 64 bits only with jax_enable_x64)"
-        raise UnsupportedDtype(what=f"An array on {device}", dtype=name, known=known)
-    return made
+        raise UnsupportedDtype(what=f"An array on {device}", dtype=array.dtype.name, known=known)
+    return _made(target, array, device)
+
+
+def _made(target: Backend, array: HostArray, device: str) -> Array:
+    """The array there, in whatever dtype the library makes of its own."""
+    if not _is_byte_float(array.dtype.name):
+        return target.from_host(array, device)
+    raw = target.from_host(array.view(np.uint8), device)
+    wanted = getattr(namespace(raw), array.dtype.name, None)
+    return raw if wanted is None else raw.view(wanted)
 
 
 def owned(tensor: HostArray | QTensor) -> Any:
@@ -53,10 +63,12 @@ def owned(tensor: HostArray | QTensor) -> Any:
     return from_parts(copies, tensor.scheme, tensor.shape, axes=tensor.axes, device=tensor.device)
 
 
-def little_endian_bytes(array: HostArray) -> HostArray:
-    """The bytes of a host array, row-major and little-endian: uint8 of one dimension."""
-    kind = ARRAY_DTYPES[array.dtype.name].host
-    return np.ascontiguousarray(array, dtype=kind).reshape(-1).view(np.uint8)
+def little_endian_bytes(array: HostArray, kind: FileDtype) -> HostArray:
+    """The bytes of a host array as a file's dtype, row-major: uint8 of one dimension.
+
+    The dtype is the array's own, but of a library that holds 16-bit floats in float32.
+    """
+    return np.ascontiguousarray(array, dtype=kind.host).reshape(-1).view(np.uint8)
 
 
 def _is_byte_float(name: str) -> bool:

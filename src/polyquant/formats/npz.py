@@ -29,6 +29,8 @@ _HEADER_LIMIT_BYTES = 10_000
 #: Deflate packs at most 1032 bytes into one, so a member that claims more is a lie.
 _DEFLATE_RATIO = 1032
 _MAGIC = b"\x93NUMPY"
+#: Of a zip: its end without the comment, "see elsewhere" for a count, the flag of a UTF-8 name.
+_END_SIZE_BYTES, _MANY, _UTF8_NAME = 22, 0xFFFF, 0x800
 _NUMBERS = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248]|c8)")
 #: The text that NumPy writes, ``{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }``, with
 #: the fields in any order. Read by this pattern, for an evaluated text could be anything.
@@ -71,10 +73,12 @@ def open_checkpoint(probe: Probe) -> Checkpoint:
 
 
 def _entries(archive: zipfile.ZipFile, path: Path) -> Iterator[tuple[str, Entry]]:
+    _check_count(archive, path)
     seen: set[str] = set()
     for zipped in archive.infolist():
         name = zipped.filename.removesuffix(".npy")
-        if name in seen or not zipped.filename.endswith(".npy"):
+        is_named = zipped.filename.isascii() or zipped.flag_bits & _UTF8_NAME
+        if name in seen or not zipped.filename.endswith(".npy") or not is_named:
             reason = f"member {zipped.filename!r} stands there twice, or is no .npy"
             raise InvalidHeader(path=path, reason=reason)
         seen.add(name)
@@ -83,6 +87,16 @@ def _entries(archive: zipfile.ZipFile, path: Path) -> Iterator[tuple[str, Entry]
         axes = tuple(range(len(member.shape)))
         info = TensorInfo(name, member.shape, member.dtype.name, None, nbytes, axes)
         yield name, Entry(info, partial(_read, archive, zipped, member, path))
+
+
+def _check_count(archive: zipfile.ZipFile, path: Path) -> None:
+    """The directory's entries are as many as the zip's end says; zipfile itself does not look."""
+    with _reading(path), open(path, "rb") as file:
+        file.seek(-_END_SIZE_BYTES - len(archive.comment), 2)
+        end = file.read(_END_SIZE_BYTES)
+    count, found = int.from_bytes(end[10:12], "little"), len(archive.infolist())
+    if end[:4] != b"PK\x05\x06" or count not in (found, _MANY):
+        raise InvalidHeader(path=path, reason=f"its directory has {found} entries of {count}")
 
 
 def _open_member(archive: zipfile.ZipFile, zipped: zipfile.ZipInfo, path: Path) -> _Member:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 from polyquant.arrays import HostArray
@@ -74,12 +73,10 @@ def _check_shards(container: Container, manifests: list[Manifest]) -> None:
 
 def _check_parts(file: MappedFile, found: Manifest) -> None:
     """The header holds exactly the arrays that the manifest asks for."""
-    wanted: Mapping[str, tuple[str, tuple[int, ...]]] = {
-        part.name: (part.dtype, part.shape) for info in found.tensors for part in file_parts(info)
-    }
+    parts = [part for info in found.tensors for part in file_parts(info)]
+    wanted = {part.name: (part.dtype, part.shape) for part in parts}
     got = {tensor.name: (tensor.dtype, tensor.shape) for tensor in file.tensors.values()}
-    count = sum(len(file_parts(info)) for info in found.tensors)
-    if wanted != got or count != len(wanted):
+    if wanted != got or len(parts) != len(wanted):
         differs = [n for n in (*wanted, *got) if wanted.get(n) != got.get(n)] or ["two tensors"]
         reason = f"header and manifest disagree about {differs[0]!r}"
         raise InvalidHeader(path=file.path, reason=reason)

@@ -15,6 +15,7 @@ saves are told apart; "header" over the rest of the manifest and the user's meta
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def to_metadata(
         "tensors": {i.name: _to_json(i) | {"checksum": checksums[i.name]} for i in infos},
     }
     form["header"] = checksum_of_form([form, metadata])
-    return {FORMAT_KEY: FORMAT, KEY: canonical(form)} | dict(metadata)
+    return {FORMAT_KEY: FORMAT, KEY: json.dumps(form, separators=(",", ":"))} | dict(metadata)
 
 
 def _to_json(info: TensorInfo) -> dict[str, Any]:

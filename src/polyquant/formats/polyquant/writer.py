@@ -102,7 +102,7 @@ class Writer:
             raise WriteFailed(path=self.path, reason=reason, kept=_UNTOUCHED)
         host = tensor.to("numpy").parts() if isinstance(tensor, QTensor) else {"": to_host(tensor)}
         parts = file_parts(info)
-        runs = [little_endian_bytes(host[part.part]) for part in parts]
+        runs = [little_endian_bytes(host[part.part], FILE_DTYPES[part.dtype]) for part in parts]
         for part, run in zip(parts, runs, strict=True):
             self._files[shard.path.name].write_at(shard.places[part.name].start, run.data)
         self._checksums[name] = manifest.checksum(info, runs)
