@@ -24,9 +24,9 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = (
     ("errors",),
     ("values", "arrays"),
-    ("tables",),
+    ("tables", "presets"),
     ("scheme",),
-    ("codec",),
+    ("codec", "blocks"),
     ("data",),
     ("qtensor",),
     ("standard", "kernel"),

@@ -24,6 +24,7 @@ from polyquant.arrays import (
     held_dtypes,
     namespace,
 )
+from polyquant.blocks import row_slices
 from polyquant.calibrate.kmeans import fit_table
 from polyquant.dispatch import (
     as_right_operand,
@@ -161,7 +162,7 @@ def _check_values(x: Array, scheme: QuantScheme, nonfinite: str, owner: Backend)
     is_wide = dtype_name(x) == "float64"  # beyond float32's range counts as infinite
     unsigned = scheme.mode is QuantMode.SYMMETRIC and not scheme.value.is_signed
     with np.errstate(all="ignore"):
-        for rows in standard.row_slices(x.shape):
+        for rows in row_slices(x.shape):
             part = xp.astype(x[rows], xp.float32) if is_wide else x[rows]
             if nonfinite == "raise" and not bool(xp.all(xp.isfinite(part))):
                 _refuse_nonfinite(owner.to_host(x))
@@ -183,7 +184,8 @@ def _refuse_negative(x: HostArray, scheme: QuantScheme) -> None:
 def _first(bad: Any, values: Any) -> dict[str, Any]:
     """Count, first index and value of what is bad."""
     index = tuple(int(i) for i in np.argwhere(bad)[0])
-    return {"count": int(bad.sum()), "index": index, "value": float(values[index])}
+    value = float(str(values[index]))  # the shortest text of its own dtype: 0.1, not 0.1000000015
+    return {"count": int(bad.sum()), "index": index, "value": value}
 
 
 def _table(x: Array, scheme: QuantScheme, table: Any, nonfinite: str) -> Array | None:
@@ -318,7 +320,7 @@ def _tensor_scale_argument(x: Array, scheme: QuantScheme, given: Any) -> Array:
     xp = namespace(number)
     number = standard.flush(xp.reshape(xp.astype(number, xp.float32), ()))
     if not backend_of(number).is_traced(number):
-        _check_numbers(number, "the tensor scale", signed=False)
+        _check_numbers(number, "tensor scales", signed=False)
     return number
 
 

@@ -9,20 +9,11 @@ from typing import Any
 import numpy as np
 
 from polyquant.arrays import Array, HostArray, backend_of
+from polyquant.blocks import Blocks, Rows, blocks_of, row_runs, split
 from polyquant.dispatch import check_one_device
 from polyquant.errors import NotAnArray, ShapeMismatch
 from polyquant.qtensor import QTensor
-from polyquant.standard import (
-    Blocks,
-    Params,
-    Rows,
-    blocks_of,
-    dequantize_rows,
-    divisor,
-    offset_numbers,
-    row_runs,
-    split,
-)
+from polyquant.standard import Params, dequantize_rows, divisor, offset_numbers
 from polyquant.values import QuantMode
 
 

@@ -4,9 +4,9 @@ This is the executable form of the numerical contract. It uses only the Python a
 so it is the NumPy reference, the fallback of every other library, and what kernels are tested
 against. Three habits keep it bit-identical under compilers that reorder or contract arithmetic:
 
-- what must be a true division divides by an elementwise array (``_divide``): XLA turns a division
+- what must be a true division divides by an elementwise array (``divide``): XLA turns a division
   by a constant or a broadcast into a product with a reciprocal;
-- where a sum follows an inexact product, ``_flush`` stands between them, so that the two cannot
+- where a sum follows an inexact product, ``flush`` stands between them, so that the two cannot
   become one fused multiply-add;
 - numbers are rounded to narrow types by counting the grid points below them, not by casts or bits.
 """
@@ -14,12 +14,13 @@ against. Three habits keep it bit-identical under compilers that reorder or cont
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from polyquant.arrays import Array, backend_of, constant, dtype, namespace, place
+from polyquant.blocks import Blocks, Rows, blocks_of, merge, row_runs, split, spread
 from polyquant.codec import pack, unpack
 from polyquant.qtensor import QTensor
 from polyquant.scheme import OffsetKind, QuantScheme
@@ -35,9 +36,6 @@ from polyquant.values import (
     thresholds,
 )
 
-#: Elements worked on at a time where values can be looked at: bounds memory, and fits the cache.
-CHUNK = 1 << 19
-
 #: Up to this many edges, comparing with each is quicker than a binary search (NumPy: 15 edges, 5x).
 _FEW_EDGES = 31
 
@@ -45,85 +43,6 @@ _F32_MAX = float(np.finfo(np.float32).max)
 #: A divisor above this has a subnormal reciprocal, so it and its numbers are scaled down first.
 _BIG = 2.0**126
 _DOWN = 2.0**-24
-
-
-class Blocks(NamedTuple):
-    """How a stored shape falls into blocks: the block's extents and the number along each axis."""
-
-    shape: tuple[int, ...]
-    extents: tuple[int, ...]
-    counts: tuple[int, ...]
-
-
-class Rows(NamedTuple):
-    """A run of rows (first stored axis) of whole blocks, and the rows of the grid they have."""
-
-    rows: slice
-    grid_rows: slice
-    blocks: Blocks
-
-
-def blocks_of(scheme: QuantScheme, shape: Sequence[int]) -> Blocks:
-    """The blocks of a scheme on a stored shape; a shape without axes counts as one element."""
-    counts, extents = scheme.scale_shape(shape), scheme.block_extents(shape)
-    return Blocks(tuple(shape) or (1,), extents or (1,), counts or (1,))
-
-
-def row_runs(blocks: Blocks, *, whole: bool) -> Iterator[Rows]:
-    """Cut a tensor into runs of rows of about CHUNK elements (or leave it whole)."""
-    height, extent = blocks.shape[0], blocks.extents[0]
-    step = height
-    if not whole and math.prod(blocks.shape) > CHUNK:
-        step = max(1, CHUNK // max(1, math.prod(blocks.shape[1:])))
-        if blocks.counts[0] > 1:
-            step = max(1, step // extent) * extent
-    for start in range(0, height, step) if height else (0,):
-        stop = min(start + step, height)
-        if blocks.counts[0] > 1:
-            first, last = start // extent, math.ceil(stop / extent)
-        else:
-            first, last = 0, blocks.counts[0]
-        shape = (stop - start, *blocks.shape[1:])
-        extents = (max(1, min(extent, stop - start)), *blocks.extents[1:])
-        counts = (last - first, *blocks.counts[1:])
-        yield Rows(slice(start, stop), slice(first, last), Blocks(shape, extents, counts))
-
-
-def row_slices(shape: Sequence[int]) -> Iterator[Any]:
-    """Indices that cut an array of that shape into rows of about CHUNK elements."""
-    if not shape:
-        yield ...
-        return
-    step = max(1, CHUNK // max(1, math.prod(shape[1:])))
-    for start in range(0, shape[0], step):
-        yield (slice(start, min(start + step, shape[0])), ...)
-
-
-def split(xp: Any, x: Array, blocks: Blocks, fill: float = 0.0) -> Array:
-    """View ``x`` as ``(n0, b0, n1, b1, ...)``: block counts and extents side by side.
-
-    Short last blocks are filled up with ``fill``.
-    """
-    for axis, (extent, count) in enumerate(zip(blocks.extents, blocks.counts, strict=True)):
-        missing = extent * count - x.shape[axis]
-        if missing > 0:
-            shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
-            more = xp.full(shape, fill, dtype=x.dtype, **place(x))
-            x = xp.concat([x, more], axis=axis)
-    pairs = zip(blocks.counts, blocks.extents, strict=True)
-    return xp.reshape(x, tuple(n for pair in pairs for n in pair))
-
-
-def merge(xp: Any, x: Array, blocks: Blocks) -> Array:
-    """Undo ``split``."""
-    full = tuple(n * b for n, b in zip(blocks.counts, blocks.extents, strict=True))
-    x = xp.reshape(x, full)
-    return x if full == blocks.shape else x[tuple(slice(0, d) for d in blocks.shape)]
-
-
-def spread(xp: Any, values: Array, blocks: Blocks) -> Array:
-    """View a grid as ``(n0, 1, n1, 1, ...)``, which broadcasts against ``split``."""
-    return xp.reshape(values, tuple(n for count in blocks.counts for n in (count, 1)))
 
 
 def reduce_blocks(x: Array, scheme: QuantScheme, kind: str, *, nonfinite: str) -> Array:

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from polyquant.arrays import Array, HostArray, backend_of
+from polyquant.blocks import Rows, blocks_of, row_runs, split
 from polyquant.errors import TracedCalibration
 from polyquant.scheme import QuantScheme
-from polyquant.standard import Rows, blocks_of, finite_f32, row_runs, split
+from polyquant.standard import finite_f32
 
 F64 = npt.NDArray[np.float64]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from polyquant.arrays import Array, HostArray, backend_of, constant
+from polyquant.blocks import Rows
 from polyquant.calibrate.host import F64, block_runs, fixed_sum, lines, on_host
 from polyquant.calibrate.ranges import minmax_refuses
 from polyquant.qtensor import QTensor
@@ -12,7 +13,6 @@ from polyquant.scheme import QuantScheme
 from polyquant.standard import (
     Divisor,
     Params,
-    Rows,
     as_stored,
     decode,
     divide,
