@@ -20,6 +20,7 @@ from polyquant.data import (
     check_axes,
     check_description,
     check_numbers,
+    host_dtype,
     is_whole,
     join,
     stored_shape,
@@ -201,8 +202,15 @@ class QTensor:
         source = backend_of(self.data)
         if source is target:
             return self._map(lambda array: target.move(array, device), device)
-        to_host = source.to_host
-        return self._map(lambda array: target.from_host(to_host(array), device), device)
+        wanted = {part.name: part.dtype for part in stored_parts(self.scheme, self.stored_shape)}
+
+        def sent(name: str, array: Array) -> Array:
+            # A bare standard library holds 16-bit floats in float32; elsewhere they are themselves.
+            host = source.to_host(array).astype(host_dtype(wanted[name]), copy=False)
+            return target.from_host(host, device)
+
+        there = {name: sent(name, array) for name, array in self.parts().items()}
+        return from_parts(there, self.scheme, self.shape, axes=self.axes, device=device)
 
     def to_data(self) -> TensorData:
         """The host form, which compares equal for equal tensors of any library."""
