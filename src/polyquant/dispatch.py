@@ -148,10 +148,11 @@ def check_one_device(op: str, operands: Sequence[tuple[str, Any]]) -> Backend:
 
 def check_real(role: str, x: Array, *, integers: bool) -> None:
     """Refuse an array of other than floats (or integers, where they do). Raises NotFloat."""
-    is_integer = dtype_name(x).startswith(("int", "uint"))
-    if dtype_name(x) not in FLOAT_DTYPES and not (integers and is_integer):
-        fix = ".to(torch.float32)" if backend_of(x).name == "torch" else ".astype('float32')"
-        raise NotFloat(role=role, dtype=dtype_name(x), fix=fix)
+    name = dtype_name(x)
+    if name in FLOAT_DTYPES or (integers and name.startswith(("int", "uint"))):
+        return
+    fix = ".to(torch.float32)" if backend_of(x).name == "torch" else ".astype('float32')"
+    raise NotFloat(role=role, dtype=name, fix=fix)
 
 
 def check_product(op: str, left: Sequence[int], right: Sequence[int]) -> None:
@@ -165,9 +166,10 @@ def check_product(op: str, left: Sequence[int], right: Sequence[int]) -> None:
             reason = f"the inner extents differ, {left[-1]} and {inner}"
             if left[-1] == right[-1]:
                 reason += "; the second operand's .mT would fit"
-        for x, y in zip(reversed(left[:-2]), reversed(right[:-2]), strict=False):
-            if x != y and 1 not in (x, y):
-                reason = f"the batch extents {x} and {y} do not broadcast"
+        if len(left) > 2 and len(right) > 2:
+            for x, y in zip(reversed(left[:-2]), reversed(right[:-2]), strict=False):
+                if x != y and 1 not in (x, y):
+                    reason = f"the batch extents {x} and {y} do not broadcast"
     if reason is not None:
         raise ShapeMismatch(op=op, left=tuple(left), right=tuple(right), reason=reason)
 

@@ -55,4 +55,4 @@ class Kernel:
 
 def bucket(extent: int) -> int:
     """An extent rounded up to a power of two, so that few problems stand for many shapes."""
-    return 1 << max(extent - 1, 0).bit_length() if extent else 0
+    return 1 << (extent - 1).bit_length() if extent > 0 else 0
