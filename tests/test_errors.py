@@ -527,6 +527,32 @@ def test_the_text_of_operands_on_two_devices() -> None:
     )
 
 
+def test_a_bias_that_cannot_be_negative_refuses_negative_values() -> None:
+    for scheme in ("u4/32:f16+bias:(u8/32:f16)", "u4/32:f16+bias:(u4/16:f32)"):
+        with pytest.raises(pq.errors.NegativeInput) as caught:
+            pq.quantize(X, scheme)
+        assert "e.g. 'u4/32:f16+bias:f16'" in str(caught.value)
+        pq.quantize(np.abs(X), scheme)
+
+
+def test_torch_functions_of_lists_of_tensors_are_refused_by_name() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    q = pq.quantize(torch.ones(2, 32), "q4s")
+    with pytest.raises(pq.errors.UnsupportedFunction, match=r"torch\.cat"):
+        torch.cat([q, q])
+
+
+def test_a_traced_table_of_another_shape_is_refused() -> None:
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+
+    def quantized(x: Any, table: Any) -> Any:
+        return pq.quantize(x, "u4[custom]/32:f16", table=table).dequantize()
+
+    for shape in ((15,), (16, 1)):
+        with pytest.raises(pq.errors.TableLength):
+            jax.jit(quantized)(jax.numpy.ones((2, 32)), jax.numpy.ones(shape))
+
+
 # -- junk ---------------------------------------------------------------------------------------
 
 JUNK = (None, True, 3, -1.5, 1j, "", "x", "3", b"x", (), [], {}, {"a": 1}, [[1], [1, 2]], object)

@@ -45,13 +45,14 @@ from polyquant.errors import (
     ScaleArgument,
     ScaleShape,
     ShapeMismatch,
+    TableLength,
     TableMissing,
     TableSuperfluous,
     UnsupportedDtype,
     UnsupportedFunction,
 )
 from polyquant.qtensor import QTensor
-from polyquant.scheme import QuantScheme
+from polyquant.scheme import OffsetKind, QuantScheme
 from polyquant.scheme import scheme as as_scheme
 from polyquant.standard import Params
 from polyquant.tables import CUSTOM, check_table
@@ -160,7 +161,7 @@ def _check_values(x: Array, scheme: QuantScheme, nonfinite: str, owner: Backend)
         return "saturate"
     xp = namespace(x)
     is_wide = dtype_name(x) == "float64"  # beyond float32's range counts as infinite
-    unsigned = scheme.mode is QuantMode.SYMMETRIC and not scheme.value.is_signed
+    unsigned = not _holds_negatives(scheme)
     with np.errstate(all="ignore"):
         for rows in row_slices(x.shape):
             part = xp.astype(x[rows], xp.float32) if is_wide else x[rows]
@@ -171,13 +172,24 @@ def _check_values(x: Array, scheme: QuantScheme, nonfinite: str, owner: Backend)
     return nonfinite
 
 
+def _holds_negatives(scheme: QuantScheme) -> bool:
+    """Whether negative values have codes: by a sign, a table or an offset that can be negative."""
+    if scheme.offset is None:
+        return scheme.mode is QuantMode.LOOKUP or scheme.value.is_signed
+    kind, stored = scheme.offset
+    if kind is OffsetKind.BIAS and isinstance(stored, QuantScheme):
+        return _holds_negatives(stored)
+    return True
+
+
 def _refuse_nonfinite(x: HostArray) -> None:
     bad = ~np.isfinite(x.astype(np.float32))
     raise NonFiniteInput(shape=x.shape, **_first(bad, x))
 
 
 def _refuse_negative(x: HostArray, scheme: QuantScheme) -> None:
-    nearest = str(scheme.with_value(f"q{max(scheme.bits, 2)}s"))
+    signed = f"q{max(scheme.bits, 2)}s"
+    nearest = str(scheme.with_offset("bias:f16") if scheme.offset else scheme.with_value(signed))
     raise NegativeInput(scheme=str(scheme), shape=x.shape, nearest=nearest, **_first(x < 0, x))
 
 
@@ -215,6 +227,8 @@ def _table(x: Array, scheme: QuantScheme, table: Any, nonfinite: str) -> Array |
         check_one_device("quantize", [("x", x), ("table", table)])
     check_real("table", table, integers=True)
     if source.is_traced(table):
+        if tuple(table.shape) != (2**scheme.bits,):
+            raise TableLength(wanted=2**scheme.bits, bits=scheme.bits, got=tuple(table.shape))
         return table
     return constant(x, check_table(source.to_host(table), CUSTOM, scheme.bits))
 

@@ -254,7 +254,8 @@ class QTensor:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat = [*args, *(kwargs or {}).values()]
-        first = next(item for item in flat if isinstance(item, cls))
+        inner = [item for group in flat if isinstance(group, list | tuple) for item in group]
+        first = next(item for item in (*flat, *inner) if isinstance(item, cls))
         return _ops().array_function(first, func, args, kwargs or {})
 
     def __setattr__(self, name: str, value: Any) -> None:
