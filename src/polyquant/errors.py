@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from copy import deepcopy
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -442,6 +443,23 @@ CATALOGUE: Mapping[str, type[PolyquantError]] = MappingProxyType(
 )
 
 
+#: The fields of a record that errors.toml holds, in the order in which they are shown.
+_WRITTEN = (
+    "severity",
+    "documentation",
+    "triggerScenarios",
+    "commonSituations",
+    "solutions",
+    "exampleFix",
+    "handlingStrategy",
+    "validationCode",
+    "typeGuard",
+    "tryCatchPattern",
+    "preventionTips",
+    "tags",
+)
+
+
 @cache
 def _records() -> dict[str, dict[str, Any]]:
     text = files("polyquant").joinpath("errors.toml").read_text(encoding="utf-8")
@@ -476,4 +494,5 @@ def record(slug: str) -> dict[str, Any]:
         "errorType": builtin.__name__,
         "errorClass": f"polyquant.errors.{cls.__name__}",
     }
-    return derived | _records()[slug]
+    written = _records()[slug]
+    return derived | {name: deepcopy(written[name]) for name in _WRITTEN}
