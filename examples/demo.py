@@ -251,8 +251,8 @@ def run(model: Path, console: Console) -> bool:
             show_checks(console, found)
             checks += found
         console.print(
-            "\nBeside each product stands its largest error over the bound "
-            "8 sqrt(k) 2^-24 (|a| @ |b|);\n1 would be too much.\n",
+            "\nBeside each product: its largest error, as a share of the bound that it may\n"
+            "not pass, 8 sqrt(k) 2^-24 (|a| @ |b|).\n",
             highlight=False,
         )
         console.rule(f"{len(results) + 2}. A mistake, as you would meet it", align="left")

@@ -24,11 +24,22 @@ Exclude = Annotated[
         show_default=False,
     ),
 ]
-Checkpoint = Annotated[
+Scheme = Annotated[
+    str, typer.Option(help="A preset (nf4, q4s-32, mxfp4, int8, ...) or a text form.")
+]
+Calibration = Annotated[
+    str, typer.Option(help="minmax, mse, percentile:99.9, absmean, signed_max or mx_floor.")
+]
+
+_READABLE = "A checkpoint: safetensors, a sharded index, a model folder, or npz."
+Checkpoint = Annotated[Path, typer.Argument(metavar="FILE", help=_READABLE, show_default=False)]
+Source = Annotated[Path, typer.Argument(metavar="IN", help=_READABLE, show_default=False)]
+Out = Annotated[
     Path,
     typer.Argument(
-        metavar="FILE",
-        help="A checkpoint: safetensors, a sharded index, a model folder, or npz.",
+        metavar="OUT",
+        help="What to write: NAME.safetensors, or NAME.safetensors.index.json, which keeps the "
+        "shards of the input.",
         show_default=False,
     ),
 ]

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from polyquant.cli import output
-from polyquant.cli.options import Exclude, Include, Json
+from polyquant.cli.options import Calibration, Exclude, Include, Json, Out, Scheme, Source
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.formats import open_checkpoint
 from polyquant.models.checkpoint import Done, Step, plan, quantize_checkpoint, total_error
@@ -19,32 +19,12 @@ from polyquant.scheme import scheme as as_scheme
 
 
 def quantize(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="IN",
-            help="A checkpoint: safetensors, a sharded index, a model folder, or npz.",
-            show_default=False,
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OUT",
-            help="What to write: NAME.safetensors, or NAME.safetensors.index.json, which keeps "
-            "the shards of the input.",
-            show_default=False,
-        ),
-    ],
-    scheme: Annotated[
-        str,
-        typer.Option(help="A preset (nf4, q4s-32, mxfp4, int8, ...) or a text form."),
-    ] = "nf4",
+    source: Source,
+    out: Out,
+    scheme: Scheme = "nf4",
     include: Include = None,
     exclude: Exclude = None,
-    calibration: Annotated[
-        str, typer.Option(help="minmax, mse, percentile:99.9, absmean, signed_max or mx_floor.")
-    ] = "minmax",
+    calibration: Calibration = "minmax",
     *,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan and write nothing.")

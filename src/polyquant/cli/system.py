@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
 
 from polyquant.cli import output
 from polyquant.cli.options import Json
@@ -78,33 +82,51 @@ def _summary(cls: type) -> str:
     return (cls.__doc__ or "").partition("\n")[0]
 
 
+#: The fields of a record in the order in which a reader needs them, with their headings.
+_HEADINGS = MappingProxyType(
+    {
+        "documentation": "What it means",
+        "errorMessage": "Its text",
+        "triggerScenarios": "When it comes",
+        "commonSituations": "Common situations",
+        "solutions": "What to do",
+        "exampleFix": "Example",
+        "validationCode": "A check that avoids it",
+        "typeGuard": "In one expression",
+        "tryCatchPattern": "Catching it",
+        "handlingStrategy": "Handling it",
+        "preventionTips": "Prevention",
+    }
+)
+_CODE = frozenset({"exampleFix", "validationCode", "typeGuard", "tryCatchPattern"})
+
+
 def _print_record(console: Console, entry: dict[str, Any]) -> None:
-    console.print(f"[bold]{entry['slug']}[/]  {entry['errorClass']} ({entry['errorType']})")
-    for field, content in entry.items():
-        if field in ("slug", "errorClass", "errorType") or not content:
-            continue
-        console.print(f"\n[bold cyan]{_heading(field)}[/]")
-        _print_field(console, content)
+    is_a = f"polyquant.errors.{entry['errorClass'].rpartition('.')[2]}, a {entry['errorType']}"
+    console.print(f"[bold]{entry['slug']}[/]  [dim]{is_a}[/]", highlight=False)
+    for field, heading in _HEADINGS.items():
+        if entry.get(field):
+            console.print(f"\n[bold cyan]{heading}[/]")
+            _print_field(console, entry[field], is_code=field in _CODE)
+    console.print(f"\n[dim]Tags: {', '.join(entry['tags'])}[/]", highlight=False)
 
 
-def _print_field(console: Console, content: Any) -> None:
+def _print_field(console: Console, content: Any, *, is_code: bool) -> None:
     if isinstance(content, dict):
         for name, text in content.items():
-            console.print(f"[dim]{_heading(str(name))}[/]")
-            _print_field(console, text)
+            console.print(f"  [dim]{str(name).capitalize()}:[/]")
+            _print_field(console, text, is_code=is_code)
     elif isinstance(content, list):
         for item in content:
-            console.print(f"  - {item}", markup=False, highlight=False)
-    elif "\n" in str(content).strip():
-        console.print(Syntax(str(content).strip("\n"), "python", background_color="default"))
+            grid = Table.grid(padding=(0, 1))
+            grid.add_row("  -", Text(str(item)))
+            console.print(grid)
+    elif is_code:
+        code = Syntax("", "python", theme="ansi_dark").highlight(str(content).strip("\n"))
+        code.rstrip()
+        console.print(Padding(code, (0, 0, 0, 4), expand=False))
     else:
-        console.print(f"  {content}", markup=False, highlight=False)
-
-
-def _heading(field: str) -> str:
-    """ "commonSituations" as "Common situations"."""
-    words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in field)
-    return words[:1].upper() + words[1:]
+        console.print(Padding(Text(str(content)), (0, 0, 0, 2), expand=False))
 
 
 def conform(
