@@ -190,7 +190,8 @@ def place(like: Array) -> dict[str, Any]:
 def constant(like: Array, values: HostArray) -> Array:
     """A small host table as an array beside ``like``: same library, same device."""
     owner = backend_of(like)
-    return owner.from_host(values, "" if owner.is_traced(like) else owner.device_of(like))
+    known = place(like) or not owner.is_traced(like)  # a jax tracer has no device of its own
+    return owner.from_host(values, owner.device_of(like) if known else "")
 
 
 def describe(thing: Any) -> str:
