@@ -210,7 +210,7 @@ def open_container(path: Path) -> Container:
 
 
 def _open_index(path: Path) -> Container:
-    weight_map = _weight_map(path)
+    weight_map = read_index(path)
     files: dict[str, MappedFile] = {}
     for name in sorted(set(weight_map.values())):
         try:
@@ -230,7 +230,11 @@ def _open_index(path: Path) -> Container:
     return Container(path, tuple(files.values()), places)
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
+    """Tensor -> plain name of the file beside the index that holds it.
+
+    Raises UnreadableFile, InvalidHeader.
+    """
     index = parse_object(read_small(path), path, "the index")
     found = index.get("weight_map")
     if not set(index) <= {"metadata", "weight_map"} or not isinstance(found, dict) or not found:

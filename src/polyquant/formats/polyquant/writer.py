@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,9 +16,15 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from polyquant.arrays import Array
-from polyquant.errors import InvalidArgument, InvalidName, TensorNotFound, WriteFailed
+from polyquant.errors import (
+    InvalidArgument,
+    InvalidName,
+    PolyquantError,
+    TensorNotFound,
+    WriteFailed,
+)
 from polyquant.files.checkpoint import nearest
-from polyquant.files.container import HEADER_LIMIT_BYTES, INDEX_SUFFIX
+from polyquant.files.container import HEADER_LIMIT_BYTES, INDEX_SUFFIX, read_index
 from polyquant.files.host import little_endian_bytes, to_host
 from polyquant.files.info import FILE_DTYPES, TensorInfo
 from polyquant.files.probe import as_path
@@ -109,7 +116,7 @@ class Writer:
 
     def __enter__(self) -> Writer:
         paths = [shard.path for shard in self._shards]
-        if self.path.is_dir():
+        if os.path.isdir(self.path):
             reason = "there is a folder of that name"
             raise WriteFailed(path=self.path, reason=reason, kept=_UNTOUCHED)
         with ExitStack() as undo:
@@ -149,7 +156,8 @@ class Writer:
         self._put_in_place()
 
     def _put_in_place(self) -> None:
-        """Rename all, the index last; then what an earlier save left in the other form is old."""
+        """Rename all, the index last; then remove what of an earlier save is out of date."""
+        outdated = self._outdated()
         for count, file in enumerate(self._files.values()):
             try:
                 file.put_in_place()
@@ -160,13 +168,30 @@ class Writer:
                 raise WriteFailed(
                     path=file.path, reason=error.facts["reason"], kept=kept
                 ) from error
-        old = self.path if self._is_sharded else self._index_path()
+        for old in outdated:
+            try:
+                old.unlink(missing_ok=True)
+            except OSError as error:
+                reason = f"{old.name}, of an earlier save, cannot be removed ({error.strerror})"
+                kept = "The new files are complete and in place; remove that one"
+                raise WriteFailed(path=self.path, reason=reason, kept=kept) from error
+
+    def _outdated(self) -> list[Path]:
+        """What an earlier save to this path left and this one does not replace.
+
+        That is the single file or the index, and of the old index those files that are named as
+        shards of this path.
+        """
+        index = self._index_path()
         try:
-            old.unlink(missing_ok=True)
-        except OSError as error:
-            reason = f"{old.name}, of an earlier save, cannot be removed ({error.strerror})"
-            kept = "The new files are complete and in place; remove that one"
-            raise WriteFailed(path=self.path, reason=reason, kept=kept) from error
+            listed = set(read_index(index).values()) if os.path.exists(index) else set()
+        except PolyquantError:  # no index of ours
+            listed = set()
+        stem = re.escape(self.path.name.removesuffix(_SUFFIX))
+        shards = [name for name in listed if re.fullmatch(rf"{stem}-\d+-of-\d+{_SUFFIX}", name)]
+        names = [self.path.name, index.name, *sorted(shards)]
+        found = [self.path.with_name(name) for name in names if name not in self._files]
+        return [path for path in found if os.path.lexists(path)]
 
     def _discard(self) -> None:
         for file in self._files.values():
