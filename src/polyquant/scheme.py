@@ -525,10 +525,6 @@ def _check(s: QuantScheme) -> None:
     _check_offset(s)
     if s.tensor_scale is not None:
         _check_tensor_scale(s)
-    if isinstance(s.scale, QuantScheme) and s.scale.mode is QuantMode.SYMMETRIC:
-        return
-    if isinstance(s.scale, QuantScheme) and s.scale.tensor_scale is not None:
-        _refuse("quantized scales with a tensor scale of their own", s, scale=ScaleDtype.F16)
 
 
 def _depth(s: QuantScheme) -> int:
