@@ -24,7 +24,8 @@ import polyquant as pq
 SCHEMES = ("q8s-row", "q4s-32", "nf4", "mxfp4", "nvfp4")
 DEVICES = ("numpy", "torch:cpu")
 ROWS = (1, 16, 256)
-ROUNDS = 7
+#: Rounds at most; after LIMIT_S, MIN_ROUNDS are enough.
+ROUNDS, MIN_ROUNDS, LIMIT_S = 9, 3, 4.0
 
 
 def main() -> None:
@@ -86,7 +87,10 @@ def on_device(array: np.ndarray[Any, Any], device: str) -> Any:
 def medians_s(*calls: Callable[[], Any]) -> list[float]:
     """The median time of each call, timed in turn, after one round that does not count."""
     times: list[list[float]] = [[] for _ in calls]
+    begin = time.perf_counter()
     for count in range(ROUNDS + 1):
+        if count > MIN_ROUNDS and time.perf_counter() - begin > LIMIT_S:
+            break
         for call, kept in zip(calls, times, strict=True):
             start = time.perf_counter()
             call()

@@ -64,7 +64,7 @@ def page() -> str:
             "`packed_u32` is the default.",
             table(
                 ["store", "a line of codes is"],
-                [[f"`{store}`", _STORES[store]] for store in QuantStore],
+                [[f"`{store}`", STORES[store]] for store in QuantStore],
             ),
             "## Modes",
             f"{', '.join(f'`{mode}`' for mode in QuantMode)}. An offset makes a scheme affine and "
@@ -79,7 +79,7 @@ def page() -> str:
     )
 
 
-_STORES = {
+STORES = {
     QuantStore.PACKED_U32: "one bit stream, lowest bits first, padded to whole 32-bit words",
     QuantStore.PACKED_NATIVE: "the same stream, padded to whole bytes",
     QuantStore.NATIVE: "one byte a code, sign-extended for signed integers",
