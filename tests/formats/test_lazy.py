@@ -112,6 +112,13 @@ def test_views_outlive_the_checkpoint_and_are_read_only(saved: Path, tensors: An
     assert two.to_data() == tensors["two"].to_data()
 
 
+def test_pages_that_are_given_back_are_read_again(saved: Path, tensors: Any, bits: Any) -> None:
+    with pq.open_checkpoint(saved) as checkpoint:
+        found = {name: checkpoint[name] for name in checkpoint}
+        checkpoint.release()
+        assert {n: bits(t) for n, t in found.items()} == {n: bits(tensors[n]) for n in tensors}
+
+
 def test_a_closed_checkpoint_says_so(saved: Path) -> None:
     with pq.open_checkpoint(saved) as checkpoint:
         pass

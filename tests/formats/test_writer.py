@@ -65,6 +65,24 @@ def test_any_order_gives_the_same_file(
     assert made[0] == made[1]
 
 
+@pytest.mark.parametrize(
+    "shards", [[], [["a"]], [["a"], ["b"], []], [["a", "b"], ["b"]], [["a"], ["b"], ["c"]]]
+)
+def test_shards_that_are_not_the_plan(shards: Any, tmp_path: Path) -> None:
+    plan = [TensorInfo.of(name, ONE) for name in "ab"]
+    with pytest.raises(InvalidArgument, match="shards"):
+        Writer(tmp_path / "x.safetensors", plan, shards=shards)
+
+
+def test_shards_of_ones_own_choice(tmp_path: Path) -> None:
+    plan = [TensorInfo.of(name, ONE) for name in "abc"]
+    with Writer(tmp_path / "x.safetensors", plan, shards=[["c"], ["b", "a"]]) as writer:
+        for name in "abc":
+            writer.write(name, ONE)
+    assert list(pq.load(tmp_path / "x-00002-of-00002.safetensors")) == ["b", "a"]
+    assert sorted(pq.load(tmp_path)) == ["a", "b", "c"]
+
+
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """Sixteen tensors of 16 MB are written, one at a time, with far less than all in memory."""
     code = f"""

@@ -237,9 +237,8 @@ def read_index(path: Path) -> dict[str, str]:
     """
     index = parse_object(read_small(path), path, "the index")
     found = index.get("weight_map")
-    if not set(index) <= {"metadata", "weight_map"} or not isinstance(found, dict) or not found:
-        reason = "an index has a weight_map that is not empty and at most metadata beside it"
-        raise InvalidHeader(path=path, reason=reason)
+    if not isinstance(found, dict) or not found:
+        raise InvalidHeader(path=path, reason="an index has a weight_map that is not empty")
     for name in found.values():
         if not _is_file_name(name):
             reason = f"{str(name)[:80]!r} is not the plain name of a .safetensors file beside it"
