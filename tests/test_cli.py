@@ -146,7 +146,8 @@ def test_patterns(model: Path, tmp_path: Path) -> None:
     weights = {"embed.weight", "layers.0.weight", "layers.1.weight"}
     assert quantized() == weights
     assert quantized("--exclude", "embed*") == weights - {"embed.weight"}
-    assert quantized("--include", "layers.0.*") == {"layers.0.weight", "layers.0.bias"}
+    assert quantized("--include", "layers.0.*") == {"layers.0.weight"}
+    assert quantized("--include", "layers.0.bias") == {"layers.0.bias"}
     assert quantized("--include", "layers.*", "--exclude", "*.bias", "--exclude", "*.1.*") == {
         "layers.0.weight"
     }

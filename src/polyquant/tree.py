@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
 
 from polyquant.arrays import FLOAT_DTYPES, describe, dtype_name, find_backend
-from polyquant.errors import NothingMatches, UnsupportedTree
+from polyquant.errors import InvalidArgument, NothingMatches, UnsupportedTree
 from polyquant.ops import quantize
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
@@ -27,20 +28,33 @@ def quantize_tree(
     Args:
         tree: dicts, lists, tuples (named ones too) and arrays, nested as they come. Leaves are
             named by their dotted path ("encoder.layer.0.weight").
-        include: glob patterns of the names to quantize. By default every float array with two axes
-            or more; with ``include``, every float array that matches.
+        include: glob patterns of the names to quantize; by default all. They select float arrays
+            with two axes or more; an array with fewer is quantized where its whole name is given.
         exclude: glob patterns of names to leave alone.
         calibration: as in quantize.
 
     Raises NothingMatches for a pattern that selects nothing, UnsupportedTree, and as quantize.
     """
     made = as_scheme(scheme)
-    leaves = dict(_leaves(tree, ""))
-    floats = [name for name, leaf in leaves.items() if _is_float(leaf)]
-    if not include:
-        floats = [name for name in floats if len(leaves[name].shape) >= 2]
-    chosen = set(select(floats, include, exclude))
+    ranks = {
+        name: len(leaf.shape) if _is_float(leaf) else None for name, leaf in _leaves(tree, "", ())
+    }
+    chosen = set(select_weights(ranks, include, exclude))
     return _rebuild(tree, "", made, chosen, calibration)
+
+
+def select_weights(
+    ranks: Mapping[str, int | None],
+    include: Sequence[str] | str = (),
+    exclude: Sequence[str] | str = (),
+) -> list[str]:
+    """The names to quantize, of name -> number of axes (None for no floats): see quantize_tree.
+
+    Raises NothingMatches, InvalidArgument.
+    """
+    exact = _patterns("include", include)
+    names = select(list(ranks), include, exclude)
+    return [n for n in names if ranks[n] is not None and ((ranks[n] or 0) >= 2 or n in exact)]
 
 
 def select(
@@ -49,10 +63,9 @@ def select(
     """The names that match a pattern of ``include`` (all, if empty) and none of ``exclude``.
 
     Patterns are globs over the whole name, case-sensitive. Raises NothingMatches for a pattern
-    that matches no name.
+    that matches no name, InvalidArgument for one that is no text.
     """
-    wanted = [include] if isinstance(include, str) else list(include)
-    unwanted = [exclude] if isinstance(exclude, str) else list(exclude)
+    wanted, unwanted = _patterns("include", include), _patterns("exclude", exclude)
     for what, patterns in (("Include patterns", wanted), ("Exclude patterns", unwanted)):
         idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
         if idle:
@@ -66,6 +79,13 @@ def select(
     ]
 
 
+def _patterns(name: str, given: Any) -> list[str]:
+    found = [given] if isinstance(given, str) else given
+    if not isinstance(found, list | tuple) or not all(isinstance(p, str) for p in found):
+        raise InvalidArgument(name=name, wanted="a glob pattern, or a list of them", got=given)
+    return list(found)
+
+
 def _children(tree: Any) -> list[tuple[str, Any]] | None:
     """The named children of a container; None for a leaf."""
     if isinstance(tree, Mapping):
@@ -76,8 +96,11 @@ def _children(tree: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    """Every leaf with its dotted name; ``above`` are the containers that hold this one."""
     children = _children(tree)
+    if children is not None and id(tree) in above:
+        raise UnsupportedTree(path=path, got="one of the containers that it lies in")
     if children is None:
         is_plain = tree is None or isinstance(tree, bool | int | float | str | QTensor)
         if not is_plain and find_backend(tree) is None:
@@ -85,7 +108,7 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, tree
         return
     for name, item in children:
-        yield from _leaves(item, f"{path}.{name}" if path else name)
+        yield from _leaves(item, f"{path}.{name}" if path else name, (*above, id(tree)))
 
 
 def _is_float(leaf: Any) -> bool:
@@ -104,6 +127,10 @@ def _rebuild(tree: Any, path: str, scheme: QuantScheme, chosen: set[str], calibr
         _rebuild(item, f"{path}.{name}" if path else name, scheme, chosen, calibration)
         for name, item in children
     ]
+    if isinstance(tree, MutableMapping):  # a copy keeps a default factory or module metadata
+        changed = copy(tree)
+        changed.update(zip(tree, made, strict=True))
+        return changed
     if isinstance(tree, Mapping):
-        return type(tree)(zip(tree, made, strict=True))  # type: ignore[call-arg]
+        return dict(zip(tree, made, strict=True))
     return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)

@@ -33,8 +33,8 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint, one tensor at a time, in little memory.
 
-    Float tensors with two axes or more are quantized, the rest is kept. With --include, every float
-    tensor that matches is.
+    Float tensors with two axes or more are quantized, or those of them that --include selects; one
+    with fewer axes only where its whole name is given. The rest is kept.
 
     Example: `polyquant quantize model.safetensors model-nf4.safetensors --exclude '*embed*'`
     """

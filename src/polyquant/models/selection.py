@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from polyquant.arrays import FLOAT_DTYPES
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.info import TensorInfo
-from polyquant.tree import select
+from polyquant.tree import select_weights
 
 
 def is_float(info: TensorInfo) -> bool:
@@ -18,14 +18,13 @@ def is_float(info: TensorInfo) -> bool:
 def selected(
     checkpoint: Checkpoint, include: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> list[TensorInfo]:
-    """The float tensors to quantize, in the order of the file.
+    """The tensors to quantize, in the order of the file: see polyquant.quantize_tree.
 
-    Those with two axes or more by default; with ``include``, every one whose name matches.
     Raises NothingMatches for a pattern that matches no name of the checkpoint.
     """
-    names = select(list(checkpoint), include, exclude)
-    infos = [checkpoint.info(name) for name in names]
-    return [info for info in infos if is_float(info) and (include or len(info.shape) >= 2)]
+    infos = {name: checkpoint.info(name) for name in checkpoint}
+    ranks = {name: len(info.shape) if is_float(info) else None for name, info in infos.items()}
+    return [infos[name] for name in select_weights(ranks, include, exclude)]
 
 
 def why_kept(info: TensorInfo) -> str:
