@@ -99,8 +99,12 @@ _PRODUCTS = ((1, 128, 256), (2, 48, 70), (5, 33, 65), (16, 64, 128), (70, 96, 51
 _QUICK_PRODUCTS = ((1, *_QUICK_SHAPE), (5, *_QUICK_SHAPE))
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 #: Unit roundoffs: 2^-(bits of the significand).
-_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
-_SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-126}
+_ROUNDOFF = MappingProxyType(
+    {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+)
+_SMALLEST = MappingProxyType(
+    {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-126}
+)
 
 
 class Result(NamedTuple):

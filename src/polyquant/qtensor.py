@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from polyquant.arrays import (
@@ -299,6 +300,7 @@ def from_fields(*fields: Any) -> QTensor:
     return made
 
 
+@cache
 def _ops() -> ModuleType:
     """The door to the operations, which are built on this class and so are imported late."""
     from polyquant import ops
