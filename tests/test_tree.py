@@ -69,7 +69,7 @@ def test_a_default_factory_survives() -> None:
 def test_bad_trees_and_patterns() -> None:
     with pytest.raises(pq.errors.NothingMatches, match=r"\['head\.\*'\] match none of the 3"):
         pq.quantize_tree(_layer(), "nf4", include="head.*")
-    with pytest.raises(pq.errors.UnsupportedTree, match=r"^weight is an? .*object.*; a tree holds"):
+    with pytest.raises(pq.errors.UnsupportedTree, match=r"^weight is of type object; a tree holds"):
         pq.quantize_tree({"weight": object()}, "nf4")
     for junk in (3, [3], {"a": 1}):
         with pytest.raises(pq.errors.InvalidArgument, match="include must be a glob pattern"):
