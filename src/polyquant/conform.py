@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import ml_dtypes
