@@ -19,10 +19,11 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyquant.data import parts
+from polyquant.data import check_axes, parts, stored_shape
 from polyquant.errors import InvalidHeader, UnsupportedVersion
 from polyquant.files.container import is_shape
 from polyquant.files.info import ARRAY_DTYPES, FILE_DTYPES, TensorInfo
@@ -67,16 +68,28 @@ def file_parts(info: TensorInfo) -> list[FilePart]:
     if info.scheme is None:
         dtype = ARRAY_DTYPES[str(info.dtype)].code
         return [FilePart(info.name, "", dtype, info.shape, info.nbytes)]
-    return [
+    found = _parts(info.scheme, info.stored_shape)
+    return [part._replace(name=f"{info.name}{part.name}") for part in found]
+
+
+@lru_cache(maxsize=1024)  # a model has many tensors of few schemes and shapes
+def _parts(scheme: QuantScheme, shape: tuple[int, ...]) -> tuple[FilePart, ...]:
+    """The arrays of a tensor, named by what follows the tensor's name."""
+    return tuple(
         FilePart(
-            f"{info.name}.{part.name}".removesuffix(".data"),
+            f".{part.name}".removesuffix(".data"),
             part.name,
             ARRAY_DTYPES[part.dtype].code,
             part.shape,
             part.nbytes,
         )
-        for part in parts(info.scheme, info.stored_shape)
-    ]
+        for part in parts(scheme, shape)
+    )
+
+
+@lru_cache(maxsize=256)
+def _scheme(text: str) -> QuantScheme:
+    return QuantScheme.from_json(text)
 
 
 # -- checksums --------------------------------------------------------------------------------
@@ -176,4 +189,9 @@ def _info(name: str, entry: Any, path: Path) -> TensorInfo:
     axes = entry["axes"]
     if not isinstance(axes, list) or any(type(axis) is not int for axis in axes):
         raise InvalidHeader(path=path, reason=f"the axes of {name!r} are no list of numbers")
-    return TensorInfo.quantized(name, entry["shape"], QuantScheme.from_json(entry["scheme"]), axes)
+    shape = tuple(entry["shape"])
+    check_axes(axes, shape)
+    stored = stored_shape(shape, axes)
+    scheme = _scheme(canonical(entry["scheme"]))
+    nbytes = sum(part.nbytes for part in _parts(scheme, stored))
+    return TensorInfo(name, shape, None, scheme, nbytes, tuple(axes))
