@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyquant.arrays import (
     BACKENDS,
@@ -242,25 +242,35 @@ def _pinned(candidates: list[Kernel], problem: Problem, pinned: str) -> Kernel:
     raise KernelRefused(kernel=pinned, problem=str(problem), reason=reason)
 
 
+class Operand(NamedTuple):
+    """What the choice of a kernel asks of an operand: scheme or dtype name, shape, axis order."""
+
+    what: QuantScheme | str
+    shape: tuple[int, ...]
+    axes: tuple[int, ...] | None
+
+
+def operand_of(x: Any) -> Operand:
+    """The facts of an array or a QTensor."""
+    if isinstance(x, QTensor):
+        return Operand(x.scheme, x.shape, x.axes)
+    return Operand(dtype_name(x), tuple(x.shape), None)
+
+
+@lru_cache(maxsize=4096)
+def product_problem(a: Operand, b: Operand, device: str, option: str = "") -> Problem:
+    """The facts of a product. Raises ShapeMismatch."""
+    check_product("matmul", a.shape, b.shape)
+    m = a.shape[-2] if len(a.shape) > 1 else 1
+    n = b.shape[-1] if len(b.shape) > 1 else 1
+    layout = (a.axes, b.axes)
+    sizes = (bucket(m), bucket(n), bucket(a.shape[-1]))
+    return Problem("matmul", device_kind(device), a.what, b.what, layout, *sizes, option)
+
+
 def matmul_problem(a: Any, b: Any, device: str, option: str = "") -> Problem:
-    """The facts of a product of two operands whose shapes fit."""
-    a_shape, b_shape = a.shape, b.shape
-    m = a_shape[-2] if len(a_shape) > 1 else 1
-    n = b_shape[-1] if len(b_shape) > 1 else 1
-    return Problem(
-        "matmul",
-        device_kind(device),
-        a.scheme if isinstance(a, QTensor) else dtype_name(a),
-        b.scheme if isinstance(b, QTensor) else dtype_name(b),
-        (
-            a.axes if isinstance(a, QTensor) else None,
-            b.axes if isinstance(b, QTensor) else None,
-        ),
-        bucket(m),
-        bucket(n),
-        bucket(a_shape[-1]),
-        option,
-    )
+    """The facts of a product of two arrays or QTensors. Raises ShapeMismatch."""
+    return product_problem(operand_of(a), operand_of(b), device, option)
 
 
 def one_operand_problem(op: str, operand: Any, device: str, option: str = "") -> Problem:

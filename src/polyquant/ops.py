@@ -396,9 +396,8 @@ def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) 
     """
     owner = check_one_device("matmul", (("a", a), ("b", b)))
     _check_kernel(kernel)
-    check_product("matmul", a.shape, b.shape)
-    native = _result_dtype(a, b, out_dtype)
     device = a.device if isinstance(a, QTensor) else owner.device_of(a)
+    native = _result_dtype(a, b, out_dtype)
     chosen = choose(owner.name, matmul_problem(a, b, device), kernel)
     return chosen.run(a, b, native)
 
@@ -477,6 +476,8 @@ def array_function(
     """A function of an array library called on a QTensor. Raises UnsupportedFunction."""
     library = q.device.partition(":")[0]
     name = _operation(function, library) if method == "__call__" else None
+    if name == "matmul" and len(args) == 2 and not kwargs:  # `x @ q`, the quick way
+        return matmul(*args)
     parameters = {
         "matmul": ("input", "other"),
         "rmatmul": ("other", "input"),
