@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import reprlib
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -167,9 +168,11 @@ def _tensor(name: str, entry: Any, path: Path) -> RawTensor:
     if not isinstance(dtype, str) or dtype not in FILE_DTYPES:
         raise refuse(f"has the dtype {dtype!r}; known: {', '.join(FILE_DTYPES)}")
     if not is_shape(shape):
-        raise refuse(f"has a shape that is no list of extents: {str(shape)[:80]}")
+        raise refuse(f"has a shape that is no list of extents: {reprlib.repr(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise refuse(f"has data_offsets that are no pair of ascending numbers: {str(offsets)[:80]}")
+        raise refuse(
+            f"has data_offsets that are no pair of ascending numbers: {reprlib.repr(offsets)}"
+        )
     wanted = math.prod(shape) * FILE_DTYPES[dtype].bits
     if wanted != (offsets[1] - offsets[0]) * 8:
         got = offsets[1] - offsets[0]
@@ -241,7 +244,7 @@ def read_index(path: Path) -> dict[str, str]:
         raise InvalidHeader(path=path, reason="an index has a weight_map that is not empty")
     for name in found.values():
         if not _is_file_name(name):
-            reason = f"{str(name)[:80]!r} is not the plain name of a .safetensors file beside it"
+            reason = f"{reprlib.repr(name)} is not the plain name of a .safetensors file beside it"
             raise InvalidHeader(path=path, reason=reason)
     return found
 

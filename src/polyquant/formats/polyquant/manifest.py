@@ -16,6 +16,7 @@ saves are told apart; "header" over the rest of the manifest and the user's meta
 from __future__ import annotations
 
 import json
+import reprlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ def parse(metadata: Mapping[str, str], path: Path) -> Manifest:
         raise InvalidHeader(path=path, reason="it does not have the checksum that was written")
     shard = form["shard"]
     if not is_shape(shard) or len(shard) != 2 or not 1 <= shard[0] <= shard[1]:
-        raise InvalidHeader(path=path, reason=f"there is no shard {str(shard)[:40]}")
+        raise InvalidHeader(path=path, reason=f"there is no shard {reprlib.repr(shard)}")
     infos = tuple(_info(name, entry, path) for name, entry in form["tensors"].items())
     sums = {name: str(entry["checksum"]) for name, entry in form["tensors"].items()}
     return Manifest((shard[0], shard[1]), own, str(form["checkpoint"]), infos, sums)
