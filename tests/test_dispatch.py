@@ -171,9 +171,9 @@ def test_a_pinned_kernel_runs_or_is_refused(fake: Any) -> None:
     np.testing.assert_array_equal(pinned, pq.matmul(x, w))
     with pytest.raises(errors.KernelRefused, match=r"it is closed.*never falls back"):
         pq.matmul(x, w, kernel="numpy.one.matmul")
-    with pytest.raises(errors.KernelRefused, match="known: numpy.one.matmul, definition.matmul"):
+    with pytest.raises(errors.KernelRefused, match=r"known: numpy\.one\.matmul, def"):
         pq.matmul(x, w, kernel="numpy.none.matmul")
-    with pytest.raises(errors.KernelRefused, match="definition.quantize"):
+    with pytest.raises(errors.KernelRefused, match=r"definition\.quantize"):
         pq.quantize(x, "q4s", kernel="numpy.none.quantize")
 
 

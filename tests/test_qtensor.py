@@ -229,7 +229,7 @@ def test_array_protocol() -> None:
 
 
 def test_no_silent_copy_from_elsewhere(device: str) -> None:
-    """NumPy sees what lies in the host's memory; a library of unknown whereabouts is refused too."""
+    """NumPy sees what lies in the host's memory; one of unknown whereabouts is refused."""
     q = make().to(device)
     if device.startswith(("numpy", "torch:cpu", "jax:cpu")):
         assert_same_bits(np.asarray(q), make().dequantize())

@@ -187,7 +187,7 @@ def test_unknown_names_get_the_nearest(made: Any, what: str, nearest: str) -> No
     ],
 )
 def test_grammar_errors_name_the_place(text: str, says: str) -> None:
-    with pytest.raises(errors.UnknownScheme, match=".*") as caught:
+    with pytest.raises(errors.UnknownScheme) as caught:
         pq.scheme(text)
     assert says in str(caught.value)
 
