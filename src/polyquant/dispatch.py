@@ -109,16 +109,22 @@ def devices() -> list[DeviceInfo]:
             note = f"not usable: {missing.facts['reason']}. {missing.facts['fix']}"
             found.append(DeviceInfo(name, False, note))
             continue
-        found += [DeviceInfo(device, True, _kernels_note(device)) for device in names]
+        found += [_device_info(device) for device in names]
     return found
 
 
-def _kernels_note(device: str) -> str:
+def _device_info(device: str) -> DeviceInfo:
     owner, device = backend_of_device(device)
-    fast = [k.name for k in kernels(owner.name, device_kind(device)) if "definition" not in k.name]
+    kind = device_kind(device)
+    sample = explain_problem(owner.name, Problem("dequantize", kind, as_scheme("q4s")))
+    if sample.kernel is None:
+        reasons = "; ".join(why for _, why in sample.reasons) or "it has no kernels"
+        return DeviceInfo(device, False, f"not usable: {reasons}")
+    fast = [k.name for k in kernels(owner.name, kind) if "definition" not in k.name]
     if not fast:
-        return "usable, with the definition alone: every scheme and op, no fast kernels"
-    return f"usable, with {', '.join(fast)} and the definition"
+        note = "usable, with the definition alone: every scheme and op, no fast kernels"
+        return DeviceInfo(device, True, note)
+    return DeviceInfo(device, True, f"usable, with {', '.join(fast)} and the definition")
 
 
 def check_one_device(op: str, operands: Sequence[tuple[str, Any]]) -> Backend:

@@ -60,7 +60,10 @@ BACKEND = Backend(
     to_host=lambda x: np.asarray(x),
     from_host=_from_host,
     move=_move,
-    kernels={"*": ("polyquant.backends.definition",)},
+    kernels={
+        "cpu": ("polyquant.backends.definition",),
+        "*": ("polyquant.backends.jax.accelerators",),
+    },
 )
 
 
