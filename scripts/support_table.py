@@ -70,11 +70,13 @@ def grouped(make: MakeProblem) -> str:
         ["every preset" if everything else ", ".join(f"`{n}`" for n in names), *kernels]
         for kernels, names in groups.items()
     ]
-    head = [
-        "scheme",
-        *(backend if backend == "numpy" else f"{backend}:{kind}" for backend, kind in COLUMNS),
-    ]
+    head = ["scheme", *(column(*place) for place in COLUMNS)]
     return table(head, rows)
+
+
+def column(backend: str, kind: str) -> str:
+    """A device without its number: NumPy has only one."""
+    return backend if backend == "numpy" else f"{backend}:{kind}"
 
 
 def _cell(problem: Problem, backend: str) -> str:
@@ -94,19 +96,19 @@ def page() -> str:
         "The kernel that runs each operation, by scheme and device; `no` where none can. Weights "
         f"are {EXTENT} x {EXTENT}, stored with their input axis last. A kernel is asked for its "
         "reason by `pq.explain(op, ...)` and `pq.supports(device, scheme, op)`; both run nothing. "
-        "`definition.*` is the plain definition, which runs every scheme, shape and order of axes.",
+        "`definition.*` is the plain definition, which takes every scheme, shape and order of axes.",
     ]
     for title, make in sections().items():
         parts += [f"## {title}", grouped(make)]
     refusals = sorted(set(_refusals()))
     if refusals:
-        parts += ["## Why not", table(["kernel", "reason"], refusals)]
+        parts += ["## Why not", table(["device", "kernel", "reason"], refusals)]
     return markdown.page(parts)
 
 
-def _refusals() -> list[tuple[str, str]]:
+def _refusals() -> list[tuple[str, str, str]]:
     return [
-        (f"`{kernel}`", reason)
+        (column(backend, kind), f"`{kernel}`", reason)
         for make in sections().values()
         for scheme in presets().values()
         for backend, kind in COLUMNS
