@@ -68,10 +68,6 @@ KINDS = (
     "iq4_nl",
 )
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_kind_and_place = pytest.mark.parametrize(
-    ("kind", "place"),
-    [*itertools.product(KINDS, PLACES), *(("q4s/32:f16", place) for place in JAX)],
-)
 
 
 def noise(*shape: int, seed: int = 1, std: float = 1.0) -> Host:
@@ -124,7 +120,10 @@ def assert_product(got: Any, a: Host, b: Host) -> None:
 # -- A. views, strides, layouts ---------------------------------------------------------------
 
 
-@every_kind_and_place
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [*itertools.product(KINDS, PLACES), *(("q4s/32:f16", place) for place in JAX)],
+)
 def test_01_transposed_source(kind: str, place: str) -> None:
     """1: 64x32 golden-ratio values, transposed without a copy, then quantized.
 
@@ -172,7 +171,8 @@ def test_01_torch_layouts(kind: str, layout: str) -> None:
     assert_same_parts(pq.quantize(view, kind), pq.quantize(view.contiguous(), kind))
 
 
-@every_kind_and_place
+@every_kind
+@everywhere
 def test_02_transpose_then_dequantize(kind: str, place: str) -> None:
     """2: transpose a quantized tensor once and twice. Right: dequantize(q.T) is dequantize(q).T."""
     q = pq.quantize(put(noise(48, 96), place), kind)
@@ -522,7 +522,8 @@ def test_22_a_broadcast_source_is_not_copied_whole() -> None:
 # -- C. zero, tiny, huge, non-finite ----------------------------------------------------------
 
 
-@every_kind_and_place
+@every_kind
+@everywhere
 def test_23_zero_tensors_and_zero_rows(kind: str, place: str) -> None:
     """23: zeros(4, 32), and one zero row in a normal tensor. Right: exact zeros, finite scales."""
     x = noise(4, 64)
@@ -731,7 +732,7 @@ def test_32_saturation_does_not_poison_the_block(kind: str, place: str) -> None:
 # -- D. rounding, range, codes ----------------------------------------------------------------
 
 
-@with_jax
+@everywhere
 def test_33_ties_of_e2m1(place: str) -> None:
     """33: 0.25 0.75 1.25 1.75 2.5 3.5 5 7. Right: 0 1 1 2 2 4 4 6 (half to even, saturating)."""
     x = np.asarray([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0], F32)

@@ -33,13 +33,10 @@ PLACES = tuple(d for d in DEVICES if d in ("numpy", "torch:cpu"))
 JAX_TOO = frozenset(
     {
         "e2m1-all-codes-two-level",
-        "flex-block4-swap-dims",
         "layout-two-level-ue4m3",
-        "lookup-with-table",
         "pack-i8-5-padded",
         "packed-block8-Q4S",
         "roundup-tight-UE4M3",
-        "ternary-q2s",
     }
 )
 
