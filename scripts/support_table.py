@@ -96,7 +96,7 @@ def page() -> str:
         "The kernel that runs each operation, by scheme and device; `no` where none can. Weights "
         f"are {EXTENT} x {EXTENT}, stored with their input axis last. A kernel is asked for its "
         "reason by `pq.explain(op, ...)` and `pq.supports(device, scheme, op)`; both run nothing. "
-        "`definition.*` is the plain definition, which takes every scheme, shape and order of axes.",
+        "`definition.*` is the plain definition: every scheme, every shape, every order of axes.",
     ]
     for title, make in sections().items():
         parts += [f"## {title}", grouped(make)]
