@@ -225,7 +225,7 @@ def _encode(x: Any, divisor: Any, offset: Any, s: pq.QuantScheme, table: Any) ->
 def _nearest_entry(t: Any, table: Any) -> int:
     """A tie takes the lower entry; of equal entries the lowest code."""
     entries = sorted({float(flush(v)) for v in table})
-    middles = [F((a + b) / 2) for a, b in itertools.pairwise(entries)]
+    middles = [flush(F((a + b) / 2)) for a, b in itertools.pairwise(entries)]
     number = entries[sum(1 for m in middles if m < t)]
     return next(code for code, v in enumerate(table) if float(flush(v)) == number)
 

@@ -187,3 +187,30 @@ def test_every_scheme_follows_the_page(case: Case) -> None:
 def test_presets_follow_the_page(name: str, dtype: str) -> None:
     scheme = pq.scheme(name)
     assert_oracle_agrees(nasty((3, 70), dtype, 1, scheme), scheme, custom_table(scheme))
+
+
+# -- lookups at their edges -------------------------------------------------------------------
+
+#: (table, values in one block): a middle at zero with products below float32's normal numbers,
+#: middles that are subnormal themselves, and equal entries, of which the lowest code counts.
+EDGES = (
+    ([-1.0, 1.0], [1e30, 1e-10, -1e-10, 2e-9]),
+    ([0.0, 1.2e-38, -1.2e-38, 3.0], [3.0, 1.2e-38, -1.2e-38, 0.0]),
+    ([2.0, -1.0, 0.0, 2.0], [2.0, 1.9, 1.1, -1.0]),
+    ([2.0, 1.0, 1.0, 1.0, -0.0, 0.0, 1.0, 0.5], [2.0, 1.2, 0.9, 0.1]),
+)
+
+
+@pytest.mark.parametrize(("table", "values"), EDGES)
+def test_lookups_at_their_edges(device: str, table: list[float], values: list[float]) -> None:
+    x = np.asarray(values, np.float32)
+    scheme = pq.scheme(f"u{len(table).bit_length() - 1}[custom]/4:f32")
+    entries = np.asarray(table, np.float32)
+    wanted = oracle.quantize(x, scheme, entries)
+    got = pq.quantize(put(x, device), scheme, table=entries)
+    assert_same_bits(host(got.codes()), wanted.codes, "codes")
+    assert_same_bits(host(got.dequantize()), wanted.values, "values")
+    if HAS_JAX and device.startswith("jax"):
+        parts, back = under_jit(x, scheme, entries)
+        assert_same_bits(host(parts["data"]), host(got.data), "codes under jit")
+        assert_same_bits(host(back), wanted.values, "values under jit")

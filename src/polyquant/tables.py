@@ -126,8 +126,9 @@ class Steps(NamedTuple):
 def steps(table: F32) -> Steps:
     """Sort a table, drop repeated entries (the lowest code keeps the number) and take midpoints."""
     numbers, first = np.unique(table, return_index=True)
-    middle = (numbers[:-1].astype(np.float64) + numbers[1:]) / 2
-    return Steps(middle.astype(np.float32), first.astype(np.uint8))
+    middle = ((numbers[:-1].astype(np.float64) + numbers[1:]) / 2).astype(np.float32)
+    middle[np.abs(middle) < TINY] = 0.0
+    return Steps(middle, first.astype(np.uint8))
 
 
 def check_table(table: Any, name: str, bits: int) -> F32:
