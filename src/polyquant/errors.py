@@ -41,6 +41,10 @@ class _Text(Formatter):
 _TEXT = _Text()
 
 
+class DeadBlocksWarning(UserWarning):
+    """Blocks whose values are too small for the scheme's scale type, and so became zero."""
+
+
 class PolyquantError(Exception):
     """The parent of every error here. ``slug`` is its stable name, ``facts`` what it was told."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -38,6 +39,7 @@ from polyquant.dispatch import (
 from polyquant.errors import (
     AlreadyQuantized,
     CalibrationRefused,
+    DeadBlocksWarning,
     InvalidArgument,
     InvalidScale,
     NegativeInput,
@@ -56,7 +58,7 @@ from polyquant.scheme import OffsetKind, QuantScheme
 from polyquant.scheme import scheme as as_scheme
 from polyquant.standard import Params
 from polyquant.tables import CUSTOM, check_table
-from polyquant.values import QuantMode, QuantValue, ScaleDtype
+from polyquant.values import QuantMode, QuantValue, ScaleDtype, grid, scale_grid
 
 _PROTOCOL = "matmul, @, torch.nn.functional.linear"
 
@@ -121,7 +123,41 @@ def quantize(
         chosen = choose(owner.name, problem, kernel)
         method = name if argument is None else f"{name}:{argument}"
         result: QTensor = chosen.run(x, made, method, params=given, table=entries, nonfinite=policy)
+        _warn_of_dead_blocks(x, result, policy)
     return result
+
+
+def _warn_of_dead_blocks(x: Array, q: QTensor, nonfinite: str) -> None:
+    """Warn where blocks became zero because no scale of their type is small enough."""
+    scheme, kind = q.scheme, q.scheme.scale
+    narrow = kind in (ScaleDtype.F16, ScaleDtype.UE4M3)
+    if not narrow or scheme.tensor_scale is not None or scheme.offset is not None:
+        return
+    if backend_of(x).is_traced(x):
+        return
+    xp = namespace(x)
+    scale = standard.divisor(scheme, Params(q.scales, None, None, q.table)).value
+    smallest = float(scale_grid(ScaleDtype(str(kind)))[1])
+    if not bool(xp.any(scale == smallest)):
+        return
+    _, alpha = standard.value_range(x, scheme, nonfinite=nonfinite)
+    dead = (scale == smallest) & (alpha > 0) & (alpha < 0.5 * smallest * _first_step(q))
+    count = int(xp.sum(xp.astype(dead, xp.int32)))
+    if count:
+        text = (
+            f"{count} of the {math.prod(scale.shape)} blocks hold only values too small for the "
+            f"{kind} scales of {scheme}, of which {smallest:.3g} is the smallest: they are zero "
+            "now. Use a tensor scale, as nvfp4 has, or f32 scales."
+        )
+        warnings.warn(text, DeadBlocksWarning, stacklevel=3)
+
+
+def _first_step(q: QTensor) -> float:
+    """The smallest magnitude above zero that a code stands for."""
+    if q.scheme.mode is QuantMode.LOOKUP:
+        entries = np.abs(backend_of(q.data).to_host(q.table))
+        return float(entries[entries > 0].min())
+    return float(grid(q.scheme.value)[1]) if q.scheme.value.is_float else 1.0
 
 
 def _check_float(role: str, x: Any) -> Backend:

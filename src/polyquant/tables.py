@@ -147,6 +147,7 @@ def check_table(table: Any, name: str, bits: int) -> F32:
     if not entries.any():
         raise TableInvalid(reason="all its entries are zero, so no value but zero can be stored")
     if name != CUSTOM and entries.tobytes() != named_table(name).tobytes():
-        differs = int((entries != named_table(name)).sum())
+        bits_differ = entries.view(np.uint32) != named_table(name).view(np.uint32)
+        differs = int(bits_differ.sum())
         raise TableMismatch(table=name, differing=differs, length=2**bits)
     return entries
