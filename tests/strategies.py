@@ -235,9 +235,11 @@ def cases(draw: st.DrawFn, *, limit: int = 3000) -> Case:
     scheme = draw(schemes())
     shape = draw(shapes(rank_needed(scheme), limit=limit))
     values = draw(numbers(shape, draw(st.sampled_from(DTYPES))))
-    if scheme.mode is pq.QuantMode.SYMMETRIC and not scheme.value.is_signed:
-        values = np.array(np.abs(values))
     table = draw(tables(scheme.bits)) if scheme.table == "custom" else None
+    entries = NAMED[scheme.table]() if scheme.table in NAMED else table
+    one_sided = not scheme.value.is_signed if entries is None else not (entries < 0).any()
+    if one_sided and scheme.mode is not pq.QuantMode.AFFINE:
+        values = np.array(np.abs(values))
     layout = draw(st.sampled_from(LAYOUTS))
     if layout == "broadcast" and values.ndim and values.shape[0]:
         values = np.broadcast_to(values[:1].copy(), values.shape).copy()

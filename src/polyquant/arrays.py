@@ -190,8 +190,16 @@ def place(like: Array) -> dict[str, Any]:
 def constant(like: Array, values: HostArray) -> Array:
     """A small host table as an array beside ``like``: same library, same device."""
     owner = backend_of(like)
-    known = place(like) or not owner.is_traced(like)  # a jax tracer has no device of its own
-    return owner.from_host(values, owner.device_of(like) if known else "")
+    placed = place(like) or not owner.is_traced(like)  # a jax tracer has no device of its own
+    return owner.from_host(values, owner.device_of(like) if placed else "")
+
+
+def known(flag: Array) -> bool | None:
+    """The truth of an array of one element, or None where a tracer hides it.
+
+    Inside ``jax.jit`` what is computed of known arrays is hidden too, so results are asked.
+    """
+    return None if backend_of(flag).is_traced(flag) else bool(flag)
 
 
 def describe(thing: Any) -> str:

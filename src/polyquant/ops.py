@@ -23,6 +23,7 @@ from polyquant.arrays import (
     dtype_name,
     find_backend,
     held_dtypes,
+    known,
     namespace,
 )
 from polyquant.blocks import row_slices
@@ -57,8 +58,8 @@ from polyquant.qtensor import QTensor
 from polyquant.scheme import OffsetKind, QuantScheme
 from polyquant.scheme import scheme as as_scheme
 from polyquant.standard import Params
-from polyquant.tables import CUSTOM, check_table
-from polyquant.values import QuantMode, QuantValue, ScaleDtype, grid, scale_grid
+from polyquant.tables import CUSTOM, check_table, named_table
+from polyquant.values import TINY, QuantMode, QuantValue, ScaleDtype, grid, scale_grid
 
 _PROTOCOL = "matmul, @, torch.nn.functional.linear"
 
@@ -109,9 +110,11 @@ def quantize(
         raise InvalidArgument(name="nonfinite", wanted="'raise' or 'saturate'", got=nonfinite)
     name, argument = calibrate.check(calibration, made) if scales is None else (calibration, None)
     _check_nested_tables(made, name)
-    policy = _check_values(x, made, nonfinite, owner)
+    policy = _check_values(x, nonfinite, owner)
     with np.errstate(all="ignore"):
         entries = _table(x, made, table, policy)
+        if name != "signed_max":  # whose scales have the sign
+            _check_signs(x, made, entries, owner)
         given = None
         if scales is not None:
             given = _given(x, made, scales, offsets, entries, policy, name)
@@ -138,7 +141,7 @@ def _warn_of_dead_blocks(x: Array, q: QTensor, nonfinite: str) -> None:
     xp = namespace(x)
     scale = standard.divisor(scheme, Params(q.scales, None, None, q.table)).value
     smallest = float(scale_grid(ScaleDtype(str(kind)))[1])
-    if not bool(xp.any(scale == smallest)):
+    if not known(xp.any(scale == smallest)):
         return
     _, alpha = standard.value_range(x, scheme, nonfinite=nonfinite)
     dead = (scale == smallest) & (alpha > 0) & (alpha < 0.5 * smallest * _first_step(q))
@@ -191,30 +194,45 @@ def _plain(x: Array, owner: Backend) -> Array:
     return x.detach() if hasattr(x, "detach") else x
 
 
-def _check_values(x: Array, scheme: QuantScheme, nonfinite: str, owner: Backend) -> str:
-    """Refuse NaN, infinity and impossible signs; returns the rule that then holds."""
+def _check_values(x: Array, nonfinite: str, owner: Backend) -> str:
+    """Refuse NaN and infinity; returns the rule that then holds."""
     if owner.is_traced(x):
         return "saturate"
     xp = namespace(x)
     is_wide = dtype_name(x) == "float64"  # beyond float32's range counts as infinite
-    unsigned = not _holds_negatives(scheme)
     with np.errstate(all="ignore"):
         for rows in row_slices(x.shape):
             part = xp.astype(x[rows], xp.float32) if is_wide else x[rows]
-            if nonfinite == "raise" and not bool(xp.all(xp.isfinite(part))):
+            finite = known(xp.all(xp.isfinite(part)))
+            if finite is None:
+                return "saturate"
+            if nonfinite == "raise" and not finite:
                 _refuse_nonfinite(owner.to_host(x))
-            if unsigned and bool(xp.any(part < 0)):
-                _refuse_negative(owner.to_host(x), scheme)
     return nonfinite
 
 
-def _holds_negatives(scheme: QuantScheme) -> bool:
+def _check_signs(x: Array, scheme: QuantScheme, table: Array | None, owner: Backend) -> None:
+    """Refuse negative numbers, where they can be seen, for a scheme that has no codes for them."""
+    if owner.is_traced(x) or _holds_negatives(scheme, table):
+        return
+    xp = namespace(x)
+    for rows in row_slices(x.shape):
+        part = xp.astype(x[rows], xp.float32)
+        if known(xp.any(part <= -TINY)):  # a subnormal counts as zero
+            _refuse_negative(owner.to_host(x), scheme)
+
+
+def _holds_negatives(scheme: QuantScheme, table: Array | None) -> bool:
     """Whether negative values have codes: by a sign, a table or an offset that can be negative."""
+    if scheme.mode is QuantMode.LOOKUP:
+        if table is None:
+            return bool(named_table(str(scheme.table)).min() < 0)
+        return known(namespace(table).any(table < 0)) is not False
     if scheme.offset is None:
-        return scheme.mode is QuantMode.LOOKUP or scheme.value.is_signed
+        return scheme.value.is_signed
     kind, stored = scheme.offset
     if kind is OffsetKind.BIAS and isinstance(stored, QuantScheme):
-        return _holds_negatives(stored)
+        return _holds_negatives(stored, None)
     return True
 
 
@@ -224,9 +242,10 @@ def _refuse_nonfinite(x: HostArray) -> None:
 
 
 def _refuse_negative(x: HostArray, scheme: QuantScheme) -> None:
-    signed = f"q{max(scheme.bits, 2)}s"
-    nearest = str(scheme.with_offset("bias:f16") if scheme.offset else scheme.with_value(signed))
-    raise NegativeInput(scheme=str(scheme), shape=x.shape, nearest=nearest, **_first(x < 0, x))
+    signed = scheme.with_mode("symmetric").with_value(f"q{max(scheme.bits, 2)}s")
+    nearest = str(scheme.with_offset("bias:f16") if scheme.offset else signed)
+    facts = _first(x.astype(np.float32) <= -TINY, x)
+    raise NegativeInput(scheme=str(scheme), shape=x.shape, nearest=nearest, **facts)
 
 
 def _first(bad: Any, values: Any) -> dict[str, Any]:
@@ -411,9 +430,9 @@ def _float_dtype(like: Array, kind: Any, what: str) -> Any:
     if not isinstance(name, str):
         is_type = isinstance(kind, type)
         name = np.dtype(kind).name if is_type else str(kind).rpartition(".")[2]
-    known = held_dtypes(namespace(like))
-    if name not in known:
-        raise UnsupportedDtype(what=what, dtype=name, known=", ".join(known))
+    held = held_dtypes(namespace(like))
+    if name not in held:
+        raise UnsupportedDtype(what=what, dtype=name, known=", ".join(held))
     return dtype(namespace(like), name)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyquant.arrays import Array, backend_of, constant, dtype, namespace, place
+from polyquant.arrays import Array, backend_of, constant, dtype, known, namespace, place
 from polyquant.blocks import Blocks, Rows, blocks_of, merge, row_runs, split, spread
 from polyquant.codec import pack, unpack
 from polyquant.qtensor import QTensor
@@ -179,7 +179,7 @@ def divisor(scheme: QuantScheme, params: Params) -> Divisor:
     if scheme.scale is ScaleDtype.UE8M0:
         numbers = np.concatenate([[TINY], scale_grid(ScaleDtype.UE8M0)[1:]]).astype(np.float32)
         is_zero = scales == 0
-        if not _traced(scales) and not bool(xp.any(is_zero)):
+        if known(xp.any(is_zero)) is False:
             return Divisor(_take(scales, numbers), None)
         ones = xp.ones(scales.shape, dtype=xp.float32, **place(scales))
         return Divisor(_take(scales, numbers), xp.where(is_zero, 0.5 * ones, ones))
@@ -213,10 +213,11 @@ def store_offsets(scheme: QuantScheme, low: Array, scale: Divisor) -> Array | No
     if kind is OffsetKind.BIAS:
         number = low
     else:
-        value = scale.value if scale.half is None else scale.value * scale.half
-        empty = value == 0
-        number = flush(divide(-low, xp.where(empty, xp.ones_like(value), value)))
-        number = xp.where(empty, xp.zeros_like(number), number)
+        empty = scale.value == 0
+        number = divide(-low, xp.where(empty, xp.ones_like(scale.value), scale.value))
+        if scale.half is not None:  # value * half would be subnormal, and its product is exact
+            number = number * divide(xp.ones_like(scale.half), scale.half)
+        number = xp.where(empty, xp.zeros_like(number), flush(number))
     # Of 0 and -0 libraries pick either as the minimum, so a zero offset is +0 by definition.
     number = xp.where(number == 0, xp.zeros_like(number), number)
     if isinstance(stored, QuantScheme):
@@ -369,7 +370,7 @@ def _scaled(xp: Any, x: Array, scale: Divisor, run: Rows) -> Array:
     value = _grid_rows(xp, scale.value, run)
     big = xp.abs(value) > _BIG
     before = None
-    if _traced(x) or bool(xp.any(big)):
+    if known(xp.any(big)) is not False:
         ones = xp.ones_like(value)
         before = xp.where(big, _DOWN * ones, ones)
         value = value * before
