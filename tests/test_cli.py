@@ -546,7 +546,17 @@ def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
     source = tmp_path / "model.safetensors"
     names = [f"layers.{i}.weight" for i in range(60)]
     _memory_benchmark().write_checkpoint(source, names, 512, 2048)
-    command = [*COMMAND, "quantize", str(source), str(tmp_path / "out.safetensors")]
+    # What a shell starts in the background ignores SIGINT, and so does what that starts.
+    listening = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    python, flag, code = COMMAND
+    command = [
+        python,
+        flag,
+        listening + code,
+        "quantize",
+        str(source),
+        str(tmp_path / "out.safetensors"),
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while files(tmp_path) == {source.name} and time.monotonic() < deadline:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -277,15 +277,19 @@ def _sign(rng: np.random.Generator, shape: tuple[int, ...]) -> HostArray:
 
 
 #: What is quantized: name -> how it is made.
-_MAKERS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], HostArray]] = {
-    "normal": _normal,
-    "wide": _wide,
-    "blockwise": _blockwise,
-    "zeros": _zeros,
-    "subnormal": _subnormal,
-    "huge": _huge,
-    "ties": _ties,
-}
+_MAKERS: Mapping[str, Callable[[np.random.Generator, tuple[int, ...]], HostArray]] = (
+    MappingProxyType(
+        {
+            "normal": _normal,
+            "wide": _wide,
+            "blockwise": _blockwise,
+            "zeros": _zeros,
+            "subnormal": _subnormal,
+            "huge": _huge,
+            "ties": _ties,
+        }
+    )
+)
 
 
 def _rounded(values: HostArray, kind: str) -> HostArray:
