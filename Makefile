@@ -36,8 +36,8 @@ lint: $(VENV)/installed-dev ## Style, types, and whether the generated pages are
 check: lint test ## All that continuous integration runs
 
 bench: $(VENV)/installed-dev ## Measure this machine; writes benchmarks/results/
-	@$(BIN)/python benchmarks/dispatch.py
-	@$(BIN)/python benchmarks/quantize.py
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/dispatch.py
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/quantize.py
 
 docs: $(VENV)/installed-dev ## Write the generated pages and tables anew
 	@$(BIN)/python scripts/generate.py

@@ -29,7 +29,13 @@ def write_results(path: Path, rows: list[dict[str, Any]]) -> None:
 def describe() -> dict[str, Any]:
     """The processor as the system names it, and how many cores this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": cpu_model(), "cores": cores, "system": platform.system()}
+    threads = 1 if one_thread() else cores
+    return {"cpu": cpu_model(), "cores": cores, "threads": threads, "system": platform.system()}
+
+
+def one_thread() -> bool:
+    """Whether NumPy's products and torch have been told to use one thread."""
+    return all(os.environ.get(name) == "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"))
 
 
 def cpu_model() -> str:

@@ -69,7 +69,8 @@ def origin(found: dict[str, Any]) -> str:
     """The machine, the date and the versions in one sentence."""
     machine, versions = found["machine"], found["versions"]
     named = ", ".join(f"{name} {versions[name]}" for name in ("numpy", "torch") if name in versions)
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     return (
-        f"Measured on {found['date']}: {machine['cpu']}, {machine['cores']} cores, "
+        f"Measured on {found['date']}: {machine['cpu']}, {threads}, "
         f"Python {versions['python']}, {named}."
     )
