@@ -69,6 +69,7 @@ SLUGS = [
     "unknown-scheme",
     "unknown-slug",
     "unreadable-file",
+    "unsupported-array",
     "unsupported-dtype",
     "unsupported-function",
     "unsupported-tree",

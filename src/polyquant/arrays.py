@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +24,9 @@ from polyquant.errors import BackendMissing, NotAnArray, UnknownDevice
 Array = Any
 HostArray = npt.NDArray[Any]
 
+#: The role, in messages, of an array whose values are read on the host.
+READ = "A tensor to be read on the host"
+
 #: Dtypes that quantize takes and dequantize gives.
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -32,11 +35,14 @@ FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 class Backend:
     """One array library: what it answers in its own way. See backends/ for each.
 
+    ``check`` takes an array and its role, and raises UnsupportedArray where the array holds no
+    plain values (a mask, a sparse layout); so does ``to_host`` where there are none to be read.
     ``kernels`` maps a kind of device ("cpu", "cuda") to the modules that serve it, best first.
     """
 
     name: str
     is_array: Callable[[Any], bool]
+    check: Callable[[Array, str], None]
     is_traced: Callable[[Array], bool]
     device_of: Callable[[Array], str]
     canonical_device: Callable[[str], str]
@@ -45,6 +51,18 @@ class Backend:
     from_host: Callable[[HostArray, str], Array]
     move: Callable[[Array, str], Array]
     kernels: Mapping[str, tuple[str, ...]]
+
+
+class Call(NamedTuple):
+    """What a library's own function computes: "matmul", "rmatmul" (operands exchanged) or "linear".
+
+    ``parameters`` are its names, in order; ``ranks`` the numbers of axes that each operand may
+    have, where the function takes fewer than matmul does.
+    """
+
+    op: str
+    parameters: tuple[str, ...]
+    ranks: tuple[tuple[int, ...], ...] = ()
 
 
 #: Backend -> its module. A new backend is one line here and one file.
@@ -79,10 +97,11 @@ def backend(name: str) -> Backend:
 
 
 def backend_of(array: Array, role: str = "The operand") -> Backend:
-    """The backend whose array this is. Raises NotAnArray."""
+    """The backend whose array this is. Raises NotAnArray, UnsupportedArray."""
     found = find_backend(array)
     if found is None:
         raise NotAnArray(role=role, got=describe(array))
+    found.check(array, role)
     return found
 
 

@@ -194,6 +194,12 @@ class NotAnArray(PolyquantError, TypeError):
     )
 
 
+class UnsupportedArray(PolyquantError, TypeError):
+    """An array of a known library that holds no plain values: masked, sparse, meta or traced."""
+
+    message = "{role} must hold plain values; what came is {got}. {fix}."
+
+
 class AlreadyQuantized(PolyquantError, TypeError):
     """A QTensor where a float array is needed."""
 

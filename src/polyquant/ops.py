@@ -16,6 +16,7 @@ from polyquant.arrays import (
     BACKENDS,
     Array,
     Backend,
+    Call,
     HostArray,
     backend_of,
     constant,
@@ -89,7 +90,8 @@ def quantize(
             "mx_floor".
         scales: your own scales instead: ideal or stored ones on ``scheme.scale_shape(x.shape)``
             (a number where that is one), rounded up to the scale type. With two levels, a pair of
-            block scales and tensor scale, or ideal scales alone.
+            block scales and tensor scale, or ideal scales alone. They may be negative under the
+            calibration "signed_max"; any other than it and "minmax" is refused beside them.
         offsets: your own offsets, of the same shape; computed from the values where left out.
         table: the entries of a "custom" lookup table (numbers, a NumPy array, or an array beside
             ``x``), or "kmeans" to fit one to ``x``.
@@ -108,7 +110,12 @@ def quantize(
     made.scale_shape(x.shape)  # raises BlockRank
     if not isinstance(nonfinite, str) or nonfinite not in ("raise", "saturate"):
         raise InvalidArgument(name="nonfinite", wanted="'raise' or 'saturate'", got=nonfinite)
-    name, argument = calibrate.check(calibration, made) if scales is None else (calibration, None)
+    name, argument = (calibration, None)
+    if scales is None:
+        name, argument = calibrate.check(calibration, made)
+    elif not isinstance(name, str) or name not in ("minmax", "signed_max"):
+        wanted = "'minmax', or 'signed_max' for scales with a sign, beside scales= of your own"
+        raise InvalidArgument(name="calibration", wanted=wanted, got=calibration)
     _check_nested_tables(made, name)
     policy = _check_values(x, nonfinite, owner)
     with np.errstate(all="ignore"):
@@ -275,7 +282,7 @@ def _table(x: Array, scheme: QuantScheme, table: Any, nonfinite: str) -> Array |
         if table != "kmeans":
             raise InvalidArgument(name="table", wanted="numbers, or 'kmeans'", got=table)
         return constant(x, fit_table(x, scheme, nonfinite))
-    source = find_backend(table)
+    source = None if find_backend(table) is None else backend_of(table, "table")
     if source is None:
         return constant(x, check_table(_host_numbers(table, "table"), CUSTOM, scheme.bits))
     if source.name != "numpy":  # host numbers serve any library
@@ -530,30 +537,48 @@ def array_function(
 ) -> Any:
     """A function of an array library called on a QTensor. Raises UnsupportedFunction."""
     library = q.device.partition(":")[0]
-    name = _operation(function, library) if method == "__call__" else None
-    if name == "matmul" and len(args) == 2 and not kwargs:  # `x @ q`, the quick way
+    call = _operation(function, library) if method == "__call__" else None
+    if call is None:
+        raise UnsupportedFunction(function=_called(function), known=_PROTOCOL)
+    if call.op == "matmul" and not call.ranks and len(args) == 2 and not kwargs:  # the quick way
         return matmul(*args)
-    parameters = {
-        "matmul": ("input", "other"),
-        "rmatmul": ("other", "input"),
-        "linear": ("input", "weight", "bias"),
-    }.get(name or "", ())
-    given = dict(zip(parameters, args, strict=False)) | dict(kwargs)
-    if name is None or len(args) > len(parameters) or set(given) - set(parameters):
-        module = getattr(function, "__module__", None) or type(function).__module__
-        called = f"{module}.{getattr(function, '__name__', function)}"
-        raise UnsupportedFunction(function=called, known=_PROTOCOL)
-    if name == "linear":
+    options = {name: item for name, item in kwargs.items() if name != "out" or item is not None}
+    given = dict(zip(call.parameters, args, strict=False)) | options
+    unknown = sorted(set(given) - set(call.parameters))
+    if unknown or len(args) > len(call.parameters):
+        more = f"with {', '.join(unknown)}=" if unknown else f"of {len(args)} operands"
+        raise UnsupportedFunction(function=f"{_called(function)} {more}", known=_PROTOCOL)
+    if call.op == "linear":
         return linear(given["input"], given["weight"], given.get("bias"))
-    return matmul(given["input"], given["other"])
+    left, right = (given[name] for name in call.parameters)
+    _check_ranks(_called(function), call, left, right)
+    return matmul(right, left) if call.op == "rmatmul" else matmul(left, right)
+
+
+def _called(function: Any) -> str:
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return f"{module}.{getattr(function, '__name__', function)}"
+
+
+def _check_ranks(called: str, call: Call, left: Any, right: Any) -> None:
+    """Refuse operands that the library's function itself would refuse, or multiply otherwise."""
+    if not call.ranks:
+        return
+    check_one_device(called, (("the left operand", left), ("the right operand", right)))
+    shapes = (tuple(left.shape), tuple(right.shape))
+    for side, shape, ranks in zip(("left", "right"), shapes, call.ranks, strict=True):
+        if len(shape) not in ranks:
+            axes = " or ".join(map(str, ranks)) if len(ranks) < 3 else "1 or more"
+            reason = f"its {side} operand has {axes} axes here; matmul takes any number"
+            raise ShapeMismatch(op=called, left=shapes[0], right=shapes[1], reason=reason)
 
 
 @lru_cache(maxsize=1024)
-def _operation(function: Hashable, library: str) -> str | None:
+def _operation(function: Hashable, library: str) -> Call | None:
     """What a function of NumPy or of the tensor's own library computes, where that is known."""
     for name in dict.fromkeys(("numpy", library)):
         if name in BACKENDS:
-            found: str | None = import_module(BACKENDS[name]).array_function(function)
+            found: Call | None = import_module(BACKENDS[name]).array_function(function)
             if found is not None:
                 return found
     return None

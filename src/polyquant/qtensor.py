@@ -242,6 +242,9 @@ class QTensor:
         return _ops().operator_matmul(other, self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            wanted = "True or None: the values of a quantized tensor are always made anew"
+            raise InvalidArgument(name="copy", wanted=wanted, got=copy)
         if not self.device.startswith(("numpy", "torch:cpu", "jax:cpu")):
             raise HostCopyRefused(device=self.device)
         return self.to("numpy").dequantize(None if dtype is None else str(dtype))

@@ -10,8 +10,8 @@ import numpy as np
 
 from polyquant.arrays import Array, HostArray, backend_of
 from polyquant.blocks import Blocks, Rows, blocks_of, row_runs, split
-from polyquant.dispatch import check_one_device
-from polyquant.errors import NotAnArray, ShapeMismatch
+from polyquant.dispatch import check_one_device, check_real
+from polyquant.errors import AlreadyQuantized, InvalidArgument, ShapeMismatch
 from polyquant.qtensor import QTensor
 from polyquant.standard import Params, dequantize_rows, divisor, offset_numbers
 from polyquant.values import QuantMode
@@ -44,12 +44,16 @@ class Quality:
 def measure(x: Array, q: QTensor) -> Quality:
     """Compare a float array with its quantized form, some rows at a time on the host.
 
-    ``x`` has the shape of ``q`` and lies on its device. Raises ShapeMismatch, BackendMismatch,
-    DeviceMismatch, NotAnArray.
+    ``x`` has the shape of ``q`` and lies on its device; where it is not finite, errors are NaN or
+    infinite. Raises InvalidArgument (``q`` is no QTensor), AlreadyQuantized (``x`` is one),
+    NotFloat, ShapeMismatch, BackendMismatch, DeviceMismatch, NotAnArray, UnsupportedArray.
     """
     if not isinstance(q, QTensor):
-        raise NotAnArray(role="measure's second operand", got=f"a {type(q).__name__}")
+        raise InvalidArgument(name="q", wanted="a QTensor", got=q)
+    if isinstance(x, QTensor):
+        raise AlreadyQuantized(role="x", scheme=str(x.scheme))
     check_one_device("measure", [("x", x), ("q", q)])
+    check_real("x", x, integers=False)
     if tuple(x.shape) != q.shape:
         reason = "a source has the shape of its quantized form"
         raise ShapeMismatch(op="measure", left=tuple(x.shape), right=q.shape, reason=reason)
@@ -79,7 +83,7 @@ class _Totals:
         error = np.abs(wide - y)
         self.squared_error += float(np.square(error).sum())
         self.squared += float(np.square(wide).sum())
-        self.max_error = max(self.max_error, float(error.max(initial=0.0)))
+        self.max_error = float(np.maximum(self.max_error, error.max(initial=0.0)))  # NaN stays
         blocked = split(np, wide, run.blocks, np.nan)
         ends = tuple(n for count in run.blocks.counts for n in (count, 1))
         bottom, top = (edge[run.grid_rows].reshape(ends) for edge in (low, high))
@@ -95,11 +99,7 @@ class _Totals:
         relative = error / math.sqrt(self.squared) if self.squared else (math.inf if error else 0.0)
         return Quality(
             relative_error=relative,
-            sqnr_db=-20 * math.log10(relative)
-            if 0 < relative < math.inf
-            else -math.inf
-            if relative
-            else math.inf,
+            sqnr_db=-20 * math.log10(relative) if relative else math.inf,
             max_error=self.max_error,
             clip_rate=self.clipped / q.size if q.size else 0.0,
             dead_blocks=int((self.has_source & ~self.has_values).sum()),

@@ -6,14 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from polyquant.arrays import Backend, HostArray
-from polyquant.errors import UnknownDevice
+from polyquant.arrays import Backend, Call, HostArray
+from polyquant.errors import UnknownDevice, UnsupportedArray
 
 
 def _canonical_device(device: str) -> str:
     if device not in ("numpy", "numpy:cpu"):
         raise UnknownDevice(device=device, reason="NumPy has only one device", known="numpy")
     return "numpy"
+
+
+def _check(array: Any, role: str) -> None:
+    if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
+        got = "a masked array, whose mask would be lost"
+        raise UnsupportedArray(role=role, got=got, fix="Fill it first, e.g. with .filled(0)")
 
 
 def _from_host(array: HostArray, device: str) -> HostArray:
@@ -23,6 +29,7 @@ def _from_host(array: HostArray, device: str) -> HostArray:
 BACKEND = Backend(
     name="numpy",
     is_array=lambda x: isinstance(x, np.ndarray | np.generic),
+    check=_check,
     is_traced=lambda x: False,
     device_of=lambda x: "numpy",
     canonical_device=_canonical_device,
@@ -34,6 +41,8 @@ BACKEND = Backend(
 )
 
 
-def array_function(function: Any) -> str | None:
-    """The name of the operation that a NumPy function or ufunc asks for, if there is one."""
-    return "matmul" if function in (np.matmul, np.dot) else None
+def array_function(function: Any) -> Call | None:
+    """The operation that a NumPy function or ufunc asks for, if there is one."""
+    if function is np.dot:  # batches of a right operand lie elsewhere in its result than matmul's
+        return Call("matmul", ("a", "b"), (tuple(range(1, 65)), (1, 2)))
+    return Call("matmul", ("x1", "x2")) if function is np.matmul else None

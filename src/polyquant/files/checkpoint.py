@@ -50,7 +50,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def info(self, name: str) -> TensorInfo:
         """Shape, dtype or scheme, and size of a tensor. Raises TensorNotFound."""
-        if name not in self._infos:
+        if name not in self:
             raise TensorNotFound(path=self.path, name=name, nearest=nearest(name, self._infos))
         return self._infos[name]
 
@@ -91,7 +91,12 @@ class Checkpoint(Mapping[str, Any]):
         return self.read(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._infos
+        return isinstance(name, str) and name in self._infos
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # Mapping's would read and compare every array
+
+    __hash__ = object.__hash__
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._infos)

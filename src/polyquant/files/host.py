@@ -26,8 +26,6 @@ def to_host(array: Array) -> HostArray:
     if owner.name != "numpy" and _is_byte_float(name):  # libraries cross as bytes, not as float8
         raw = owner.to_host(array.view(namespace(array).uint8))
         return raw.view(ARRAY_DTYPES[name].host)
-    for lazy in ("resolve_conj", "resolve_neg"):  # torch marks a view instead of computing it
-        array = getattr(array, lazy)() if hasattr(array, lazy) else array
     return owner.to_host(array)
 
 

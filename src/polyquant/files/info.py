@@ -13,7 +13,7 @@ import numpy as np
 
 from polyquant.arrays import Array, backend_of, dtype_name
 from polyquant.data import check_description, data_size_bytes, stored_shape
-from polyquant.errors import NotAnArray, UnsupportedDtype
+from polyquant.errors import UnsupportedArray, UnsupportedDtype
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 
@@ -118,15 +118,14 @@ class TensorInfo:
 
     @classmethod
     def of(cls, name: str, tensor: Array | QTensor) -> TensorInfo:
-        """What a file would say of this tensor. Raises NotAnArray, UnsupportedDtype."""
+        """What a file would say of it. Raises NotAnArray, UnsupportedArray, UnsupportedDtype."""
         if isinstance(tensor, QTensor):
             return cls.quantized(name, tensor.shape, tensor.scheme, tensor.axes)
         owner = backend_of(tensor, f"Tensor {name!r} of a file")
-        is_sparse = getattr(tensor, "is_sparse", False)
-        if is_sparse or owner.is_traced(tensor):
-            why = "sparse" if is_sparse else "without values (traced, or on no device)"
-            got = f"{type(tensor).__module__}.{type(tensor).__qualname__}, {why}"
-            raise NotAnArray(role=f"Tensor {name!r} of a file", got=got)
+        if owner.is_traced(tensor):
+            fix = "Save outside of the traced function, or make it on a device that holds values"
+            got = "traced, or on no device, and so has none"
+            raise UnsupportedArray(role=f"Tensor {name!r} of a file", got=got, fix=fix)
         return cls.plain(name, tuple(tensor.shape), dtype_name(tensor))
 
 

@@ -96,7 +96,9 @@ class Probe:
 def as_path(path: str | os.PathLike[str]) -> Path:
     """A path of a text or path object. Raises InvalidArgument."""
     try:
-        return Path(path)
+        made = Path(path)
     except TypeError:
-        wanted = "a text or a path object"
-        raise InvalidArgument(name="path", wanted=wanted, got=path) from None
+        made = None
+    if made is None or path == "":  # Path("") would be the folder that we happen to be in
+        raise InvalidArgument(name="path", wanted="a text or a path object", got=path)
+    return made

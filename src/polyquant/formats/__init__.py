@@ -53,7 +53,7 @@ def open_checkpoint(
         UnreadableFile, UnknownFormat, UnknownName (of ``format``), InvalidHeader, UnknownScheme,
         UnsupportedVersion, UnsupportedDtype, InvalidArgument.
     """
-    if format is not None and format not in FORMATS:
+    if format is not None and not (isinstance(format, str) and format in FORMATS):
         near = get_close_matches(str(format), FORMATS, n=1, cutoff=0.0)
         known = ", ".join(FORMATS)
         raise UnknownName(what="format", got=format, known=known, nearest=near[0])

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from polyquant.arrays import Backend, HostArray
-from polyquant.errors import UnknownDevice
+from polyquant.arrays import READ, Backend, Call, HostArray
+from polyquant.errors import UnknownDevice, UnsupportedArray
 from polyquant.qtensor import QTensor, from_fields
 
 
@@ -41,6 +41,13 @@ def _devices() -> tuple[str, ...]:
     return tuple(_name(device) for device in jax.devices())
 
 
+def _to_host(array: Any) -> HostArray:
+    if isinstance(array, jax.core.Tracer):
+        got = "traced (as under jax.jit), and has no values yet"
+        raise UnsupportedArray(role=READ, got=got, fix="Do this outside of the traced function")
+    return np.asarray(array)
+
+
 def _from_host(array: HostArray, device: str) -> Any:
     made = jax.numpy.asarray(array)
     return _move(made, device) if device else made
@@ -53,11 +60,12 @@ def _move(array: Any, device: str) -> Any:
 BACKEND = Backend(
     name="jax",
     is_array=lambda x: isinstance(x, jax.Array),
+    check=lambda x, role: None,
     is_traced=_is_traced,
     device_of=_device_of,
     canonical_device=_canonical_device,
     devices=_devices,
-    to_host=lambda x: np.asarray(x),
+    to_host=_to_host,
     from_host=_from_host,
     move=_move,
     kernels={
@@ -82,6 +90,6 @@ def _unflatten(static: tuple[Any, ...], arrays: tuple[Any, ...]) -> QTensor:
 jax.tree_util.register_pytree_node(QTensor, _flatten, _unflatten)
 
 
-def array_function(function: Any) -> str | None:
+def array_function(function: Any) -> Call | None:
     """JAX has no function protocol: operators reach the tensor through Python's own."""
     return None

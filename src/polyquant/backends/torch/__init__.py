@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -10,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from polyquant.arrays import Backend, HostArray
-from polyquant.errors import UnknownDevice
+from polyquant.arrays import READ, Backend, Call, HostArray
+from polyquant.errors import UnknownDevice, UnsupportedArray
 
 
 def _device_of(array: torch.Tensor) -> str:
@@ -21,6 +22,20 @@ def _device_of(array: torch.Tensor) -> str:
 @lru_cache(maxsize=64)
 def _device_name(device: torch.device) -> str:
     return f"torch:{device}"
+
+
+def _check(array: torch.Tensor, role: str) -> None:
+    if array.layout is torch.strided and not array.is_nested:
+        return
+    got = "a nested tensor" if array.is_nested else f"a tensor of layout {array.layout}"
+    fix = "torch.nested.to_padded_tensor" if array.is_nested else ".to_dense()"
+    raise UnsupportedArray(role=role, got=got, fix=f"Convert it first, with {fix}")
+
+
+def _check_readable(array: torch.Tensor) -> None:
+    if array.device.type == "meta":
+        fix = "Make it on a device that holds values, such as torch:cpu"
+        raise UnsupportedArray(role=READ, got="on torch's meta device, which has none", fix=fix)
 
 
 def _is_traced(array: torch.Tensor) -> bool:
@@ -49,7 +64,9 @@ def _devices() -> tuple[str, ...]:
 
 
 def _to_host(array: torch.Tensor) -> HostArray:
-    host = array.detach().cpu()
+    _check_readable(array)
+    # Of a conjugate or a negative view torch computes the values only when it is told to.
+    host = array.detach().resolve_conj().resolve_neg().cpu()
     if host.dtype is torch.bfloat16:
         bits: HostArray = host.view(torch.int16).numpy()
         return bits.view(ml_dtypes.bfloat16)
@@ -68,37 +85,48 @@ def _from_host(array: HostArray, device: str) -> torch.Tensor:
     return made.to(device.partition(":")[2]) if device else made
 
 
+def _move(array: torch.Tensor, device: str) -> torch.Tensor:
+    _check_readable(array)
+    return array.to(device.partition(":")[2])
+
+
 BACKEND = Backend(
     name="torch",
     is_array=lambda x: isinstance(x, torch.Tensor),
+    check=_check,
     is_traced=_is_traced,
     device_of=_device_of,
     canonical_device=_canonical_device,
     devices=_devices,
     to_host=_to_host,
     from_host=_from_host,
-    move=lambda x, device: x.to(device.partition(":")[2]),
+    move=_move,
     kernels={"cpu": ("polyquant.backends.definition",), "*": ("polyquant.backends.definition",)},
 )
 
+_MATMUL = Call("matmul", ("input", "other"))
+_MM = Call("matmul", ("input", "mat2"), ((2,), (2,)))
+_MV = Call("matmul", ("input", "vec"), ((2,), (1,)))
+_BMM = Call("matmul", ("input", "mat2"), ((3,), (3,)))
+
 #: torch functions that have a form for quantized tensors -> the operation.
-_FUNCTIONS = MappingProxyType(
+_FUNCTIONS: Mapping[Any, Call] = MappingProxyType(
     {
-        torch.matmul: "matmul",
-        torch.mm: "matmul",
-        torch.mv: "matmul",
-        torch.bmm: "matmul",
-        torch.Tensor.matmul: "matmul",
-        torch.Tensor.mm: "matmul",
-        torch.Tensor.mv: "matmul",
-        torch.Tensor.bmm: "matmul",
-        torch.Tensor.__matmul__: "matmul",
-        torch.Tensor.__rmatmul__: "rmatmul",
-        torch.nn.functional.linear: "linear",
+        torch.matmul: _MATMUL,
+        torch.mm: _MM,
+        torch.mv: _MV,
+        torch.bmm: _BMM,
+        torch.Tensor.matmul: _MATMUL,
+        torch.Tensor.mm: _MM,
+        torch.Tensor.mv: _MV,
+        torch.Tensor.bmm: _BMM,
+        torch.Tensor.__matmul__: _MATMUL,
+        torch.Tensor.__rmatmul__: Call("rmatmul", ("input", "other")),
+        torch.nn.functional.linear: Call("linear", ("input", "weight", "bias")),
     }
 )
 
 
-def array_function(function: Any) -> str | None:
-    """The name of the operation that a torch function asks for, if there is one."""
+def array_function(function: Any) -> Call | None:
+    """The operation that a torch function asks for, if there is one."""
     return _FUNCTIONS.get(function)

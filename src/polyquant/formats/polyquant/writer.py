@@ -313,6 +313,9 @@ def _check_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    if metadata is not None and not isinstance(metadata, Mapping):
+        wanted = "a mapping of texts, or None"
+        raise InvalidArgument(name="metadata", wanted=wanted, got=metadata)
     found = dict(metadata or {})
     for key, text in found.items():
         if key in manifest.RESERVED:
@@ -337,7 +340,7 @@ def _check_names(plan: Iterable[TensorInfo]) -> None:
 
 def _check_text(name: Any, text: Any, what: str) -> None:
     if not isinstance(text, str):
-        raise InvalidName(name=name, reason=f"{what} is a {type(text).__name__}, not text")
+        raise InvalidName(name=name, reason=f"{what} is of type {type(text).__name__}, not text")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
