@@ -228,3 +228,17 @@ def test_arguments_of_files_that_are_of_another_type(tmp_path: Path) -> None:
         assert ["w"] not in checkpoint
         assert checkpoint == checkpoint
         assert hash(checkpoint)
+
+
+@pytest.mark.parametrize("columns", ["1", "20", "59"])
+def test_a_narrow_terminal_keeps_the_names(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyquant.cli import output
+
+    monkeypatch.setenv("COLUMNS", columns)
+    rows = output.table(["Tensor", "Kind"], ["Size", "Bits"])
+    rows.add_row(output.Name("model.layer.0.weight"), "u4[nf4]/64:f32", "2.37 kB", "4.62")
+    console = output.out()
+    with console.capture() as shown:
+        console.print(rows)
+    assert "weight" in shown.get()
+    assert "u4[nf4]/64:f32" in shown.get()

@@ -26,6 +26,9 @@ from rich.text import Text
 
 #: Width of what goes to a file or a pipe, where nothing has to fit on a screen.
 _UNBOUNDED = 1000
+#: Tables are made for at least this width. On a narrower screen the terminal breaks their lines,
+#: which loses nothing, while columns of no width would.
+_NARROWEST = 60
 #: A name is never cut shorter than this.
 _NAME_MIN = 14
 
@@ -43,7 +46,9 @@ def err() -> Console:
 def _console(*, stderr: bool) -> Console:
     console = Console(stderr=stderr)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(stderr=stderr, width=_UNBOUNDED)
+        return Console(stderr=stderr, width=_UNBOUNDED)
+    if console.width < _NARROWEST:
+        return Console(stderr=stderr, width=_NARROWEST)
     return console
 
 
