@@ -236,9 +236,9 @@ def test_a_narrow_terminal_keeps_the_names(columns: str, monkeypatch: pytest.Mon
 
     monkeypatch.setenv("COLUMNS", columns)
     rows = output.table(["Tensor", "Kind"], ["Size", "Bits"])
-    rows.add_row(output.Name("model.layer.0.weight"), "u4[nf4]/64:f32", "2.37 kB", "4.62")
+    rows.add_row(output.Name("model.layer.0.weight"), "q4s/32:f16", "2.37 kB", "4.62")
     console = output.out()
     with console.capture() as shown:
         console.print(rows)
     assert "weight" in shown.get()
-    assert "u4[nf4]/64:f32" in shown.get()
+    assert "q4s/32:f16" in shown.get()
