@@ -323,6 +323,9 @@ def _walk(q: QTensor, prefix: str) -> Iterator[tuple[str, Array]]:
 def validate(q: QTensor) -> None:
     """Check the invariants of QTensor's docstring; raises InvalidTensor, InvalidAxes, BlockRank."""
     check_axes(q.axes, q.shape)  # 1
+    offset = None if q.scheme.offset is None else q.scheme.offset.dtype
+    _validate_nested(q, "scales", q.scales, q.scheme.scale)
+    _validate_nested(q, "offsets", q.offsets, offset)
     arrays = q.parts()
     wanted = {part.name: part for part in stored_parts(q.scheme, q.stored_shape)}
     for name in (*wanted, *arrays):  # 2-6
@@ -330,6 +333,14 @@ def validate(q: QTensor) -> None:
             needed = "an array" if name in wanted else "left out: the scheme has none"
             _refuse(q, name, needed, "nothing" if name in wanted else "an array")
         _validate_part(q, name, arrays[name], wanted[name].dtype, wanted[name].shape)
+
+
+def _validate_nested(q: QTensor, name: str, part: Any, wanted: Any) -> None:
+    """A part that is quantized itself has the scheme that is asked for, in stored order."""
+    if not isinstance(part, QTensor) or not isinstance(wanted, QuantScheme):
+        return  # an array here or a tensor there shows in the names of the parts
+    if part.scheme != wanted or part.axes != tuple(range(part.ndim)):
+        _refuse(q, name, f"a {wanted} QTensor in stored order", repr(part))
 
 
 def _validate_part(q: QTensor, name: str, array: Array, kind: str, shape: tuple[int, ...]) -> None:
