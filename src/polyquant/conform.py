@@ -36,7 +36,7 @@ from polyquant.presets import PRESETS
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.scheme import scheme as as_scheme
-from polyquant.tables import CUSTOM
+from polyquant.tables import CUSTOM, named_table
 from polyquant.values import QuantMode, QuantValue
 
 #: Beside the presets: every value type, scale type, kind of offset, nesting, level, store, block.
@@ -230,9 +230,9 @@ def _inputs(scheme: QuantScheme, dtypes: tuple[str, ...], *, quick: bool) -> Ite
 def _input(scheme: QuantScheme, shape: tuple[int, ...], what: str, kind: str) -> _Input:
     rng = np.random.default_rng([len(str(scheme)), *shape])
     values = _MAKERS[what](rng, shape)
-    if scheme.mode is QuantMode.SYMMETRIC and not scheme.value.is_signed:
-        values = np.abs(values)
     table = _table(scheme)
+    if not _is_signed(scheme, table):
+        values = np.abs(values)
     return _Input(f"{what} {kind} {shape}", _rounded(values, kind), scheme, table)
 
 
@@ -304,6 +304,14 @@ def _table(scheme: QuantScheme) -> HostArray | None:
     table = np.sin(np.arange(count) * 2.4 + 0.3).astype(np.float32) * 3
     table[count // 2] = table[0] if count > 2 else -table[0]
     return table
+
+
+def _is_signed(scheme: QuantScheme, table: HostArray | None) -> bool:
+    """Whether the codes, or the entries that they look up, hold negative numbers."""
+    if scheme.mode is QuantMode.LOOKUP:
+        entries = named_table(str(scheme.table)) if table is None else table
+        return bool(entries.min() < 0)
+    return scheme.mode is QuantMode.AFFINE or scheme.value.is_signed
 
 
 def _rank(scheme: QuantScheme) -> int:
