@@ -34,6 +34,7 @@ LAYERS = (
     ("calibrate",),
     ("backends",),
     ("dispatch",),
+    ("inputs",),
     ("ops",),
     ("files",),
     ("formats", "quality", "tree", "conform"),

@@ -151,7 +151,7 @@ def store_scales(ideal: Array, scheme: QuantScheme) -> tuple[Array, Array | None
     """
     xp = namespace(ideal)
     if isinstance(scheme.scale, QuantScheme):
-        return _quantize_grid(ideal, scheme.scale), None
+        return quantize_grid(ideal, scheme.scale), None
     tensor_scale = None
     if scheme.tensor_scale is not None:
         top = xp.max(ideal) if math.prod(ideal.shape) else xp.sum(ideal)
@@ -221,7 +221,7 @@ def store_offsets(scheme: QuantScheme, low: Array, scale: Divisor) -> Array | No
     # Of 0 and -0 libraries pick either as the minimum, so a zero offset is +0 by definition.
     number = xp.where(number == 0, xp.zeros_like(number), number)
     if isinstance(stored, QuantScheme):
-        return _quantize_grid(number, stored)
+        return quantize_grid(number, stored)
     if isinstance(stored, QuantValue):
         top = min(2**stored.bits, 2**scheme.bits) - 1
         return xp.astype(xp.clip(xp.round(number), 0, top), xp.uint8)
@@ -275,7 +275,8 @@ def widen(scheme: QuantScheme, low: Array, high: Array) -> tuple[Array, Array]:
     return xp.minimum(low, xp.zeros_like(low)), xp.maximum(high, xp.zeros_like(high))
 
 
-def _quantize_grid(numbers: Array, scheme: QuantScheme) -> QTensor:
+def quantize_grid(numbers: Array, scheme: QuantScheme) -> QTensor:
+    """Scales or offsets (finite float32 on their grid) as a QTensor of their own, by minmax."""
     params = minmax(numbers, scheme, named_constant(numbers, scheme), nonfinite="raise")
     return quantize(numbers, scheme, params, nonfinite="raise")
 
