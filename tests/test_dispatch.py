@@ -12,7 +12,7 @@ import pytest
 
 import polyquant as pq
 from devices import DEVICES, MISSING, put
-from polyquant import arrays, dispatch, errors
+from polyquant import arrays, dispatch, errors, ops
 from polyquant.kernel import Kernel, Problem, bucket
 
 PAIRS = [(a, b) for a in DEVICES for b in DEVICES if a != b]
@@ -127,10 +127,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         real = dispatch.kernels.__wrapped__("numpy", "cpu")
         table = (*found, *(real if keep else ()))
         monkeypatch.setattr(dispatch, "kernels", lambda backend, kind: table)
-        dispatch.choose.cache_clear()
+        _forget()
 
     yield install
+    _forget()
+
+
+def _forget() -> None:
+    """Choices are remembered for good, since kernels do not change while a program runs."""
     dispatch.choose.cache_clear()
+    ops._plans().clear()
 
 
 def test_the_best_kernel_that_can_runs(fake: Any) -> None:

@@ -242,3 +242,23 @@ def test_a_narrow_terminal_keeps_the_names(columns: str, monkeypatch: pytest.Mon
         console.print(rows)
     assert "weight" in shown.get()
     assert "q4s/32:f16" in shown.get()
+
+
+def test_a_remembered_product_does_not_let_others_through() -> None:
+    """A plan is remembered by class, dtype, shape, device and layout, and serves no others."""
+    weight = np.ones((4, 4), np.float32)
+    q = pq.quantize(weight, "int8")
+    assert (pq.matmul(weight, q) == 4).all()
+    with pytest.raises(pq.errors.UnsupportedArray):
+        pq.matmul(np.ma.masked_array(weight, weight > 0), q)
+    with pytest.raises(pq.errors.NotFloat):
+        pq.matmul(weight.astype(np.int32), q)
+    with pytest.raises(pq.errors.ShapeMismatch):
+        pq.matmul(weight[:, :3], q)
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    there = q.to("torch:cpu")
+    assert bool((torch.ones(4, 4) @ there == 4).all())
+    with pytest.raises(pq.errors.UnsupportedArray):
+        pq.matmul(torch.ones(4, 4).to_sparse(), there)
+    with pytest.raises(pq.errors.BackendMismatch):
+        pq.matmul(weight, there)

@@ -37,7 +37,9 @@ class Backend:
 
     ``check`` takes an array and its role, and raises UnsupportedArray where the array holds no
     plain values (a mask, a sparse layout); so does ``to_host`` where there are none to be read.
-    ``kernels`` maps a kind of device ("cpu", "cuda") to the modules that serve it, best first.
+    ``facts`` is all that dispatch may ask of an array, to remember an answer by; None where it is
+    not to be remembered. ``kernels`` maps a kind of device ("cpu", "cuda") to the modules that
+    serve it, best first.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Backend:
     to_host: Callable[[Array], HostArray]
     from_host: Callable[[HostArray, str], Array]
     move: Callable[[Array, str], Array]
+    facts: Callable[[Array], Hashable]
     kernels: Mapping[str, tuple[str, ...]]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -199,6 +199,14 @@ def _fix(first: tuple[str, Any, str], second: tuple[str, Any, str]) -> str:
         if isinstance(operand, QTensor):
             return f"call {role}.to({target!r})"
     return f"bring {second[0]} to {first[2]!r} with its own library"
+
+
+def facts_of(operand: Any) -> Hashable:
+    """What a checked answer about an operand is remembered by; None where none may be."""
+    if operand.__class__ is QTensor:
+        return operand.scheme, operand.shape, operand.axes, operand.device
+    owner = find_backend(operand)
+    return None if owner is None else owner.facts(operand)
 
 
 # -- kernels ----------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -29,6 +29,7 @@ from polyquant.dispatch import (
     check_product,
     check_real,
     choose,
+    facts_of,
     matmul_problem,
     one_operand_problem,
 )
@@ -55,6 +56,9 @@ from polyquant.scheme import scheme as as_scheme
 from polyquant.standard import Params
 from polyquant.values import QuantMode, ScaleDtype, grid, scale_grid
 
+_Plan = tuple[Callable[..., Array], Any]
+#: A model has a few hundred products; one that makes new shapes for ever must not fill memory.
+_MOST_PLANS = 4096
 _PROTOCOL = "matmul, @, torch.nn.functional.linear"
 
 
@@ -205,12 +209,37 @@ def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) 
         BackendMismatch, DeviceMismatch, ShapeMismatch, NotFloat, NotAnArray, UnsupportedDtype,
         NoKernel, KernelRefused: all before any work.
     """
+    if out_dtype is not None or kernel is not None:
+        run, native = _plan_product(a, b, out_dtype, kernel)
+        return run(a, b, native)
+    key = (facts_of(a), facts_of(b))
+    plan = _plans().get(key)
+    if plan is None:
+        plan = _plan_product(a, b, None, None)
+        if None not in key:
+            _remember(key, plan)
+    return plan[0](a, b, plan[1])
+
+
+def _plan_product(a: Any, b: Any, out_dtype: Any, kernel: str | None) -> _Plan:
+    """Every check of a product, then the kernel that runs it and the dtype of its result."""
     owner = check_one_device("matmul", (("a", a), ("b", b)))
     _check_kernel(kernel)
     device = a.device if isinstance(a, QTensor) else owner.device_of(a)
     native = _result_dtype(a, b, out_dtype)
-    chosen = choose(owner.name, matmul_problem(a, b, device), kernel)
-    return chosen.run(a, b, native)
+    return choose(owner.name, matmul_problem(a, b, device), kernel).run, native
+
+
+@cache
+def _plans() -> dict[Hashable, _Plan]:
+    """Products checked before, by the facts of their operands: a cache, so it may be emptied."""
+    return {}
+
+
+def _remember(key: Hashable, plan: _Plan) -> None:
+    if len(_plans()) >= _MOST_PLANS:
+        _plans().clear()
+    _plans()[key] = plan
 
 
 def _result_dtype(a: Any, b: Any, asked: Any) -> Any:
@@ -285,8 +314,7 @@ def array_function(
     method: str = "__call__",
 ) -> Any:
     """A function of an array library called on a QTensor. Raises UnsupportedFunction."""
-    library = q.device.partition(":")[0]
-    call = _operation(function, library) if method == "__call__" else None
+    call = _operation(function, q.device) if method == "__call__" else None
     if call is None:
         raise UnsupportedFunction(function=_called(function), known=_PROTOCOL)
     if call.op == "matmul" and not call.ranks and len(args) == 2 and not kwargs:  # the quick way
@@ -323,9 +351,9 @@ def _check_ranks(called: str, call: Call, left: Any, right: Any) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _operation(function: Hashable, library: str) -> Call | None:
-    """What a function of NumPy or of the tensor's own library computes, where that is known."""
-    for name in dict.fromkeys(("numpy", library)):
+def _operation(function: Hashable, device: str) -> Call | None:
+    """What a function of NumPy or of the device's own library computes, where that is known."""
+    for name in dict.fromkeys(("numpy", device.partition(":")[0])):
         if name in BACKENDS:
             found: Call | None = import_module(BACKENDS[name]).array_function(function)
             if found is not None:

@@ -257,6 +257,10 @@ class QTensor:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and len(args) == 2:  # `x @ q`, the quick way
+            first = args[1] if isinstance(args[1], cls) else args[0]
+            if isinstance(first, cls):
+                return _ops().array_function(first, func, args, {})
         flat = [*args, *(kwargs or {}).values()]
         inner = [item for group in flat if isinstance(group, list | tuple) for item in group]
         first = next(item for item in (*flat, *inner) if isinstance(item, cls))

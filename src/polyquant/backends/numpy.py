@@ -37,6 +37,7 @@ BACKEND = Backend(
     to_host=lambda x: np.asarray(x),
     from_host=_from_host,
     move=_from_host,
+    facts=lambda x: (x.__class__, x.dtype, x.shape),
     kernels={"cpu": ("polyquant.backends.definition",)},
 )
 

@@ -68,6 +68,7 @@ BACKEND = Backend(
     to_host=_to_host,
     from_host=_from_host,
     move=_move,
+    facts=lambda x: None if _is_traced(x) else (x.__class__, x.dtype, x.shape, x.device),
     kernels={
         "cpu": ("polyquant.backends.definition",),
         "*": ("polyquant.backends.jax.accelerators",),

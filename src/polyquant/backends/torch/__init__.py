@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -90,6 +90,12 @@ def _move(array: torch.Tensor, device: str) -> torch.Tensor:
     return array.to(device.partition(":")[2])
 
 
+def _facts(array: torch.Tensor) -> Hashable:
+    if torch.compiler.is_compiling() or array.layout is not torch.strided or array.is_nested:
+        return None
+    return array.__class__, array.dtype, array.shape, array.device
+
+
 BACKEND = Backend(
     name="torch",
     is_array=lambda x: isinstance(x, torch.Tensor),
@@ -101,6 +107,7 @@ BACKEND = Backend(
     to_host=_to_host,
     from_host=_from_host,
     move=_move,
+    facts=_facts,
     kernels={"cpu": ("polyquant.backends.definition",), "*": ("polyquant.backends.definition",)},
 )
 
