@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import settings
 import polyquant as pq
 from devices import host, put
 from known_issues import reason_for
+from polyquant import arrays, dispatch
 from polyquant.conform import Result, checks, product_error, summary
 from polyquant.qtensor import from_parts
 
@@ -167,3 +169,23 @@ def test_the_results_dtype(out: str) -> None:
     assert pq.matmul(x, q.T, out_dtype=out).dtype == np.dtype(out)
     assert pq.matmul(q, q.T).dtype == np.float32
     assert pq.matmul(x.astype(out), q.T).dtype == np.dtype(out)
+
+
+def test_a_device_that_declines_everything_does_not_conform(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """XLA on accelerators declines, with the reason: a run without kernels is no good verdict."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    jax_kernels = {"*": ("polyquant.backends.jax.accelerators",)}
+    owner = replace(arrays.backend("jax"), kernels=jax_kernels)
+    monkeypatch.setattr(arrays, "backend", lambda name: owner)
+    monkeypatch.setattr(dispatch, "backend", lambda name: owner)
+    dispatch.kernels.cache_clear()
+    dispatch.choose.cache_clear()
+    try:
+        with pytest.raises(pq.errors.NoKernel, match="divides approximately"):
+            next(iter(checks("jax:cpu:0", quick=True)))
+        assert not dispatch.devices()[0].usable
+    finally:
+        dispatch.kernels.cache_clear()
+        dispatch.choose.cache_clear()

@@ -28,9 +28,9 @@ from polyquant.arrays import (
     namespace,
 )
 from polyquant.arrays import dtype as dtype_of
-from polyquant.dispatch import kernels, one_operand_problem
+from polyquant.dispatch import choose, kernels, one_operand_problem
 from polyquant.errors import DeadBlocksWarning, KernelRefused, NoKernel
-from polyquant.kernel import Kernel
+from polyquant.kernel import Kernel, Problem
 from polyquant.ops import matmul, quantize
 from polyquant.presets import PRESETS
 from polyquant.qtensor import QTensor
@@ -182,9 +182,11 @@ class _Input(NamedTuple):
 def checks(device: str, *, quick: bool = False) -> Iterator[Result]:
     """Run the suite on a device ("torch:cuda:0"), yielding each result as it is known.
 
-    ``quick`` takes fewer schemes and sizes. Raises UnknownDevice, BackendMissing.
+    ``quick`` takes fewer schemes and sizes. Raises UnknownDevice, BackendMissing, and NoKernel for
+    a device that declines everything, of which nothing could be said.
     """
     owner, device = backend_of_device(device)
+    choose(owner.name, Problem("dequantize", device_kind(device), as_scheme("q4s")))
     held = held_dtypes(namespace(owner.from_host(np.zeros(1, np.float32), device)))
     place = _Place(owner, device, tuple(name for name in _DTYPES if name in held))
     for name in _QUICK if quick else (*PRESETS, *_FURTHER):

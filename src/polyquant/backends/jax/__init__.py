@@ -1,4 +1,4 @@
-"""JAX: devices ``jax:cpu:N``, ``jax:cuda:N``, ... ; arrays under a tracer count as traced."""
+"""JAX: devices ``jax:cpu:N``, ``jax:gpu:N``, ... ; arrays under a tracer count as traced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ def _canonical_device(device: str) -> str:
 
 
 def _devices() -> tuple[str, ...]:
-    return tuple(_name(device) for device in jax.devices())
+    return tuple(_found())
+
+
+def _found() -> dict[str, Any]:
+    """JAX's devices by name: the default platform's first, then the CPU's, which it always has."""
+    return {_name(device): device for device in (*jax.devices(), *jax.devices("cpu"))}
 
 
 def _to_host(array: Any) -> HostArray:
@@ -54,7 +59,7 @@ def _from_host(array: HostArray, device: str) -> Any:
 
 
 def _move(array: Any, device: str) -> Any:
-    return jax.device_put(array, next(d for d in jax.devices() if _name(d) == device))
+    return jax.device_put(array, _found()[device])
 
 
 BACKEND = Backend(
