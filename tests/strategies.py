@@ -36,8 +36,10 @@ NASTY = (
 )
 
 
-def share(part: float) -> int:
-    """A share of the profile's number of examples, at least 10."""
+def share(part: float, *, nightly: float | None = None) -> int:
+    """A share of the profile's number of examples, at least 10; another one in a nightly run."""
+    if nightly is not None and settings.get_current_profile_name() == "nightly":
+        part = nightly
     return max(10, int(settings.default.max_examples * part))  # type: ignore[union-attr]
 
 
