@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from polyquant.arrays import Array, HostArray, backend_of
-from polyquant.blocks import Blocks, Rows, blocks_of, row_runs, split
+from polyquant.blocks import Blocks, Rows, blocks_of, split
 from polyquant.dispatch import check_one_device, check_real
 from polyquant.errors import AlreadyQuantized, InvalidArgument, ShapeMismatch
 from polyquant.qtensor import QTensor
-from polyquant.standard import Params, dequantize_rows, divisor, offset_numbers
+from polyquant.standard import Params, decoded_runs, divisor, offset_numbers
 from polyquant.values import QuantMode
 
 
@@ -64,8 +64,8 @@ def measure(x: Array, q: QTensor) -> Quality:
     low, high = _reach(host_q, blocks)
     totals = _Totals(blocks)
     with np.errstate(all="ignore"):
-        for run in row_runs(blocks, whole=False):
-            totals.add(source[run.rows], dequantize_rows(host_q, run), low, high, run)
+        for run, values in decoded_runs(host_q):
+            totals.add(source[run.rows], values, low, high, run)
     return totals.quality(q)
 
 

@@ -14,13 +14,13 @@ against. Three habits keep it bit-identical under compilers that reorder or cont
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from polyquant.arrays import Array, backend_of, constant, dtype, known, namespace, place
-from polyquant.blocks import Blocks, Rows, blocks_of, merge, row_runs, split, spread
+from polyquant.blocks import Rows, blocks_of, merge, row_runs, split, spread
 from polyquant.codec import pack, unpack
 from polyquant.qtensor import QTensor
 from polyquant.scheme import OffsetKind, QuantScheme
@@ -419,36 +419,26 @@ def dequantize(q: QTensor, kind: Any) -> Array:
     ``kind``: a dtype of the library, or None for float32. In logical order.
     """
     xp = namespace(q.data)
-    runs = [
-        values if kind is None else xp.astype(values, kind)
-        for values in _decoded_runs(q, row_runs(_blocks(q), whole=_traced(q.data)))
-    ]
+    runs = [values if kind is None else xp.astype(values, kind) for _, values in decoded_runs(q)]
     return q.to_logical(xp.reshape(_join(xp, runs), q.stored_shape))
 
 
-def dequantize_rows(q: QTensor, run: Rows) -> Array:
-    """The values (float32) of one run of rows, in stored order."""
-    return next(_decoded_runs(q, [run]))
-
-
-def _blocks(q: QTensor) -> Blocks:
-    return blocks_of(q.scheme, q.stored_shape)
-
-
-def _decoded_runs(q: QTensor, runs: Iterable[Rows]) -> Iterator[Array]:
-    xp, blocks = namespace(q.data), _blocks(q)
+def decoded_runs(q: QTensor) -> Iterator[tuple[Rows, Array]]:
+    """Run by run of rows, in stored order: where it lies, and its values (float32)."""
+    xp, blocks = namespace(q.data), blocks_of(q.scheme, q.stored_shape)
     scale = divisor(q.scheme, Params(q.scales, q.tensor_scale, q.offsets, q.table))
     offsets = None if q.offsets is None else offset_numbers(q.offsets)
     data = xp.reshape(q.data, (*blocks.shape[:-1], q.data.shape[-1]))
     length, value, store = blocks.shape[-1], q.scheme.value, q.scheme.store
     one_line = unpack(xp, data, length, value, store) if len(blocks.shape) == 1 else None
-    for run in runs:
+    for run in row_runs(blocks, whole=_traced(q.data)):
         if one_line is None:
             fields = unpack(xp, data[run.rows, ...], length, value, store)
         else:
             fields = one_line[run.rows]
         fields = split(xp, fields, run.blocks)
-        yield merge(xp, decode(fields, q.scheme, scale, offsets, q.table, run), run.blocks)
+        values = decode(fields, q.scheme, scale, offsets, q.table, run)
+        yield run, merge(xp, values, run.blocks)
 
 
 def decode(
