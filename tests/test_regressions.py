@@ -262,3 +262,11 @@ def test_a_remembered_product_does_not_let_others_through() -> None:
         pq.matmul(torch.ones(4, 4).to_sparse(), there)
     with pytest.raises(pq.errors.BackendMismatch):
         pq.matmul(weight, there)
+
+
+def test_a_host_form_without_axes_is_in_order() -> None:
+    data = pq.quantize(np.ones((2, 64), np.float32), "nf4").to_data()
+    again = pq.TensorData(data.bytes, (2, 64), data.scheme)
+    assert again == data and again.axes == (0, 1)
+    assert pq.from_data(again).to_data() == data
+    assert not any(part.flags.writeable for part in data.parts().values())

@@ -160,6 +160,15 @@ def test_jax_agrees_on_random_schemes(case: Case) -> None:
     assert_same_parts(got, wanted)
     assert_same_bits(host(got.dequantize()), wanted.dequantize(), "values")
     assert_jit_agrees(values, case.scheme, case.table)
+    _forget_compiled()
+
+
+def _forget_compiled() -> None:
+    """What jax compiled for one random case serves no other, and would fill the memory."""
+    import jax
+
+    jitted.cache_clear()
+    jax.clear_caches()
 
 
 # -- the page itself --------------------------------------------------------------------------

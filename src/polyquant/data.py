@@ -81,17 +81,19 @@ def data_size_bytes(scheme: QuantScheme, shape: Sequence[int]) -> int:
 class TensorData:
     """What is saved, sent and compared: equal tensors have equal ``TensorData``.
 
-    ``shape`` is the logical shape; logical axis ``i`` is stored axis ``axes[i]``, and the bytes are
-    those of the stored order. Raises InvalidArgument, InvalidAxes or DataLength when made of parts
-    that disagree.
+    ``shape`` is the logical shape; logical axis ``i`` is stored axis ``axes[i]`` (left out: in
+    order), and the bytes are those of the stored order. Raises InvalidArgument, InvalidAxes or
+    DataLength when made of parts that disagree.
     """
 
     bytes: bytes
     shape: tuple[int, ...]
     scheme: QuantScheme
-    axes: tuple[int, ...]
+    axes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.axes, tuple) and not self.axes and isinstance(self.shape, tuple):
+            object.__setattr__(self, "axes", tuple(range(len(self.shape))))
         check_description(self.scheme, self.shape, self.axes)
         if not isinstance(self.bytes, bytes | bytearray | memoryview):
             raise InvalidArgument(name="bytes", wanted="bytes", got=self.bytes)
@@ -112,9 +114,9 @@ class TensorData:
 
     def parts(self) -> dict[str, HostArray]:
         """The stored arrays by name, as read-only views of the bytes."""
-        found, at = {}, 0
+        found, at, whole = {}, 0, memoryview(self.bytes).toreadonly()
         for part in parts(self.scheme, self.stored_shape):
-            run = self.bytes[at : at + part.nbytes] if part.nbytes else b""
+            run = whole[at : at + part.nbytes]
             found[part.name] = np.frombuffer(run, host_dtype(part.dtype)).reshape(part.shape)
             at += part.nbytes
         return found
