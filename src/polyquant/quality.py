@@ -69,6 +69,18 @@ def measure(x: Array, q: QTensor) -> Quality:
     return totals.quality(q)
 
 
+def relative(squared_error: float, squared: float) -> float:
+    """The relative error of two sums of squares: 0 where there is no error at all."""
+    if squared_error == 0:
+        return 0.0
+    return math.sqrt(squared_error / squared) if squared else math.inf
+
+
+def sqnr_db(relative_error: float) -> float:
+    """``20 log10(1 / relative_error)``: infinite where nothing was lost."""
+    return -20 * math.log10(relative_error) if relative_error else math.inf
+
+
 class _Totals:
     """What is summed over the runs of a tensor."""
 
@@ -95,11 +107,10 @@ class _Totals:
         self.has_values[run.grid_rows] |= (values != 0).any(axis=inner)
 
     def quality(self, q: QTensor) -> Quality:
-        error = math.sqrt(self.squared_error)
-        relative = error / math.sqrt(self.squared) if self.squared else (math.inf if error else 0.0)
+        error = relative(self.squared_error, self.squared)
         return Quality(
-            relative_error=relative,
-            sqnr_db=-20 * math.log10(relative) if relative else math.inf,
+            relative_error=error,
+            sqnr_db=sqnr_db(error),
             max_error=self.max_error,
             clip_rate=self.clipped / q.size if q.size else 0.0,
             dead_blocks=int((self.has_source & ~self.has_values).sum()),

@@ -13,7 +13,7 @@ from polyquant.cli.options import Json
 from polyquant.formats import open_checkpoint
 from polyquant.models.comparison import Comparison, Verdict
 from polyquant.models.comparison import compare as compare_all
-from polyquant.models.norms import sqnr_db
+from polyquant.quality import sqnr_db
 
 #: Exit code when the checkpoints differ by more than the tolerance.
 DIFFERENT = 1

@@ -14,7 +14,7 @@ from polyquant.cli.options import Calibration, Exclude, Include, Json, Out, Sche
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.formats import open_checkpoint
 from polyquant.models.checkpoint import Done, Step, plan, quantize_checkpoint, total_error
-from polyquant.models.norms import sqnr_db
+from polyquant.quality import sqnr_db
 from polyquant.scheme import scheme as as_scheme
 
 

@@ -13,9 +13,9 @@ from rich.markup import escape
 from polyquant.cli import output
 from polyquant.cli.options import Checkpoint, Exclude, Include, Json
 from polyquant.formats import open_checkpoint
-from polyquant.models.norms import sqnr_db
 from polyquant.models.sweep import Measured, choose_tensors
 from polyquant.models.sweep import sweep as run_sweep
+from polyquant.quality import sqnr_db
 from polyquant.report import Point, front, save_csv, save_plot
 from polyquant.scheme import QuantScheme, presets
 from polyquant.scheme import scheme as as_scheme

@@ -16,11 +16,11 @@ from polyquant import calibrate
 from polyquant.errors import InvalidArgument
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.info import TensorInfo
-from polyquant.models.norms import relative, squared_norm
+from polyquant.models.norms import squared_norm
 from polyquant.models.selection import selected, why_kept
 from polyquant.models.shards import open_writer
 from polyquant.ops import quantize
-from polyquant.quality import Quality, measure
+from polyquant.quality import Quality, measure, relative
 from polyquant.scheme import QuantScheme
 from polyquant.tables import CUSTOM
 

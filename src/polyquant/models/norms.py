@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from polyquant.arrays import HostArray
+from polyquant.quality import relative
 
 #: Elements summed at a time.
 _RUN = 1 << 20
@@ -32,20 +32,6 @@ def difference(a: HostArray, b: HostArray) -> tuple[float, float]:
             squared += float(left @ left)
         largest = float(np.fmax(largest, error.max(initial=0.0)))
     return relative(squared_error, squared), largest
-
-
-def relative(squared_error: float, squared: float) -> float:
-    """The relative error of two sums of squares: 0 where there is no error at all."""
-    if squared_error == 0:
-        return 0.0
-    return math.sqrt(squared_error / squared) if squared else math.inf
-
-
-def sqnr_db(relative_error: float) -> float:
-    """``20 log10(1 / relative_error)``: infinite where nothing was lost."""
-    if relative_error == 0:
-        return math.inf
-    return -20 * math.log10(relative_error) if relative_error < math.inf else -math.inf
 
 
 def _runs(x: HostArray) -> Iterator[npt.NDArray[np.float64]]:

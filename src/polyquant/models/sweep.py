@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from polyquant.arrays import HostArray
 from polyquant.errors import PolyquantError
 from polyquant.files.checkpoint import Checkpoint
-from polyquant.models.norms import relative, squared_norm
+from polyquant.models.norms import squared_norm
 from polyquant.models.selection import selected
 from polyquant.ops import quantize
-from polyquant.quality import measure
+from polyquant.quality import measure, relative
 from polyquant.scheme import QuantScheme
 
 
