@@ -28,9 +28,10 @@ LAYERS = (
     ("tables", "presets"),
     ("scheme",),
     ("codec", "blocks"),
-    ("data",),
+    ("data", "methods"),
     ("qtensor",),
     ("standard", "kernel"),
+    ("views",),
     ("calibrate",),
     ("backends",),
     ("dispatch",),
@@ -38,7 +39,7 @@ LAYERS = (
     ("ops",),
     ("files",),
     ("formats", "quality", "tree", "conform"),
-    ("models", "report"),
+    ("models", "report", "torch"),
     ("polyquant",),
     ("cli",),
 )
@@ -47,15 +48,15 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 #: (file, room) of the imports that go up, each with its reason beside it.
 DOORS = {
     # The tensor's methods and operators are operations, which are built on the tensor.
-    ("qtensor.py", "ops"),
+    ("methods/door.py", "ops"),
 }
 
-#: Library -> the one folder or file that may name it in an import.
+#: Library -> the folders that may name it in an import: its backend, and its users' own door.
 LIBRARIES = {
-    "torch": "backends/torch",
-    "jax": "backends/jax",
-    "jaxlib": "backends/jax",
-    "matplotlib": "report",
+    "torch": ("backends/torch/", "torch/"),
+    "jax": ("backends/jax/",),
+    "jaxlib": ("backends/jax/",),
+    "matplotlib": ("report/",),
 }
 
 #: Folders whose parts are siblings, and what all of a folder's parts may stand on.

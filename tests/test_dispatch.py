@@ -12,8 +12,9 @@ import pytest
 
 import polyquant as pq
 from devices import DEVICES, MISSING, put
-from polyquant import arrays, dispatch, errors, ops
+from polyquant import arrays, dispatch, errors
 from polyquant.kernel import Kernel, Problem, bucket
+from polyquant.ops import products
 
 PAIRS = [(a, b) for a in DEVICES for b in DEVICES if a != b]
 
@@ -136,7 +137,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def _forget() -> None:
     """Choices are remembered for good, since kernels do not change while a program runs."""
     dispatch.choose.cache_clear()
-    ops._plans().clear()
+    products.plans().clear()
 
 
 def test_the_best_kernel_that_can_runs(fake: Any) -> None:

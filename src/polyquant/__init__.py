@@ -5,11 +5,11 @@ q = pq.quantize(weight, "nf4")      # NumPy, torch, JAX: the same codes and scal
 y = x @ q.T                         # dispatched to the best kernel that can
 """
 
-from polyquant import errors
+from polyquant import errors, ops
 from polyquant.data import TensorData
-from polyquant.dispatch import device_of, devices, explain, supports
+from polyquant.dispatch import device_of, devices, explain, is_quantized, same_backend, supports
 from polyquant.formats import Checkpoint, load, open_checkpoint, save
-from polyquant.ops import is_quantized, linear, matmul, quantize, same_backend
+from polyquant.ops import linear, matmul, quantize
 from polyquant.qtensor import QTensor, from_data
 from polyquant.quality import Quality, measure
 from polyquant.scheme import Offset, QuantScheme, presets, scheme
@@ -40,6 +40,7 @@ __all__ = [
     "matmul",
     "measure",
     "open_checkpoint",
+    "ops",
     "presets",
     "quantize",
     "quantize_tree",

@@ -127,6 +127,17 @@ def _device_info(device: str) -> DeviceInfo:
     return DeviceInfo(device, True, f"usable, with {', '.join(fast)} and the definition")
 
 
+def same_backend(a: Any, b: Any) -> bool:
+    """Whether two operands belong to one array library."""
+    first, second = (backend_of(x.data if isinstance(x, QTensor) else x) for x in (a, b))
+    return first is second
+
+
+def is_quantized(a: Any) -> bool:
+    """Whether ``a`` is a QTensor."""
+    return isinstance(a, QTensor)
+
+
 def check_one_device(op: str, operands: Sequence[tuple[str, Any]]) -> Backend:
     """The backend that all operands share; ``operands`` are (role, array or QTensor).
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polyquant.arrays import (
     Array,
@@ -27,12 +26,10 @@ from polyquant.data import (
     stored_shape,
 )
 from polyquant.data import parts as stored_parts
-from polyquant.errors import HostCopyRefused, Immutable, InvalidArgument, InvalidTensor
+from polyquant.errors import Immutable, InvalidArgument, InvalidTensor
+from polyquant.methods import ComputeMethods, LayoutMethods, Protocols, operations
 from polyquant.scheme import QuantScheme
 from polyquant.values import QuantMode
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 _FIELDS = (
     "scheme",
@@ -47,7 +44,7 @@ _FIELDS = (
 )
 
 
-class QTensor:
+class QTensor(LayoutMethods, ComputeMethods, Protocols):
     """A quantized tensor: ``x[i] ~ decode(code[i]) * scale[block(i)]``, immutable.
 
     Invariants, which ``validate`` checks line by line:
@@ -227,44 +224,11 @@ class QTensor:
 
         Raises UnsupportedDtype.
         """
-        return _ops().dequantize(self, dtype)
+        return operations().dequantize(self, dtype)
 
     def detach(self) -> QTensor:
         """The tensor without gradients of its scales, offsets or table. Codes have none."""
         return self._map(lambda a: a.detach() if hasattr(a, "detach") else a, self.device)
-
-    # -- Python's and the libraries' protocols ------------------------------------------------
-
-    def __matmul__(self, other: Any) -> Any:
-        return _ops().operator_matmul(self, other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return _ops().operator_matmul(other, self)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        if copy is False:
-            wanted = "True or None: the values of a quantized tensor are always made anew"
-            raise InvalidArgument(name="copy", wanted=wanted, got=copy)
-        if not self.device.startswith(("numpy", "torch:cpu", "jax:cpu")):
-            raise HostCopyRefused(device=self.device)
-        return self.to("numpy").dequantize(None if dtype is None else str(dtype))
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        return _ops().array_function(self, ufunc, inputs, kwargs, method=method)
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return _ops().array_function(self, func, args, kwargs)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs and len(args) == 2:  # `x @ q`, the quick way
-            first = args[1] if isinstance(args[1], cls) else args[0]
-            if isinstance(first, cls):
-                return _ops().array_function(first, func, args, {})
-        flat = [*args, *(kwargs or {}).values()]
-        inner = [item for group in flat if isinstance(group, list | tuple) for item in group]
-        first = next(item for item in (*flat, *inner) if isinstance(item, cls))
-        return _ops().array_function(first, func, args, kwargs or {})
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise Immutable(name=name)
@@ -305,14 +269,6 @@ def from_fields(*fields: Any) -> QTensor:
     made = QTensor.__new__(QTensor)
     _fill(made, fields)
     return made
-
-
-@cache
-def _ops() -> ModuleType:
-    """The door to the operations, which are built on this class and so are imported late."""
-    from polyquant import ops
-
-    return ops
 
 
 def _walk(q: QTensor, prefix: str) -> Iterator[tuple[str, Array]]:

@@ -1,0 +1,165 @@
+"""Between arrays and quantized tensors: quantize and dequantize, every argument checked here."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+
+from polyquant import calibrate, standard
+from polyquant.arrays import Array, backend_of, dtype, held_dtypes, known, namespace
+from polyquant.dispatch import choose, one_operand_problem
+from polyquant.errors import (
+    DeadBlocksWarning,
+    InvalidArgument,
+    ScaleArgument,
+    UnsupportedDtype,
+)
+from polyquant.inputs import (
+    check_float,
+    check_nested_tables,
+    check_signs,
+    check_values,
+    plain,
+    stored_params,
+    table_beside,
+)
+from polyquant.qtensor import QTensor
+from polyquant.scheme import QuantScheme
+from polyquant.scheme import scheme as as_scheme
+from polyquant.standard import Params
+from polyquant.values import QuantMode, ScaleDtype, grid, scale_grid
+
+
+def quantize(
+    x: Array,
+    scheme: QuantScheme | str,
+    *,
+    calibration: str = "minmax",
+    scales: Any = None,
+    offsets: Any = None,
+    table: Any = None,
+    nonfinite: str = "raise",
+    kernel: str | None = None,
+) -> QTensor:
+    """Quantize a float array on its own library and device.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of any shape and layout. The codes are stored in
+            the order of its axes, so that blocks run along its last ones. Not changed, and
+            detached from any autodiff graph.
+        scheme: a QuantScheme, a preset's name or a text form.
+        calibration: "minmax", "absmean", "mse", "percentile" ("percentile:99.5"), "signed_max" or
+            "mx_floor".
+        scales: your own scales instead: ideal or stored ones on ``scheme.scale_shape(x.shape)``
+            (a number where that is one), rounded up to the scale type. With two levels, a pair of
+            block scales and tensor scale, or ideal scales alone. They may be negative under the
+            calibration "signed_max"; any other than it and "minmax" is refused beside them.
+        offsets: your own offsets, of the same shape; computed from the values where left out.
+        table: the entries of a "custom" lookup table (numbers, a NumPy array, or an array beside
+            ``x``), or "kmeans" to fit one to ``x``.
+        nonfinite: "raise", or "saturate": infinities go to the ends of the range and NaN to 0.
+            Under a tracer, which cannot look, always the latter.
+        kernel: a kernel's name, to use that one or raise.
+
+    Raises:
+        NotFloat, AlreadyQuantized, NonFiniteInput, NegativeInput, BlockRank, CalibrationRefused,
+        ScaleShape, InvalidScale, TableMissing, TableLength, TableSuperfluous, BackendMismatch, ...
+    """
+    made = as_scheme(scheme)
+    owner = check_float("x", x)
+    check_kernel_name(kernel)
+    x = plain(x, owner)
+    made.scale_shape(x.shape)  # raises BlockRank
+    if not isinstance(nonfinite, str) or nonfinite not in ("raise", "saturate"):
+        raise InvalidArgument(name="nonfinite", wanted="'raise' or 'saturate'", got=nonfinite)
+    name, argument = (calibration, None)
+    if scales is None:
+        name, argument = calibrate.check(calibration, made)
+    elif not isinstance(name, str) or name not in ("minmax", "signed_max"):
+        wanted = "'minmax', or 'signed_max' for scales with a sign, beside scales= of your own"
+        raise InvalidArgument(name="calibration", wanted=wanted, got=calibration)
+    check_nested_tables(made, name)
+    policy = check_values(x, nonfinite, owner)
+    with np.errstate(all="ignore"):
+        entries = table_beside(x, made, table, policy)
+        if name != "signed_max":  # whose scales have the sign
+            check_signs(x, made, entries, owner)
+        given = None
+        if scales is not None:
+            given = stored_params(x, made, scales, offsets, entries, policy, name)
+        elif offsets is not None:
+            raise ScaleArgument(
+                scheme=str(made), what="offsets", reason="offsets= goes with scales= of your own"
+            )
+        problem = one_operand_problem("quantize", x, owner.device_of(x), str(made))
+        chosen = choose(owner.name, problem, kernel)
+        method = name if argument is None else f"{name}:{argument}"
+        result: QTensor = chosen.run(x, made, method, params=given, table=entries, nonfinite=policy)
+        _warn_of_dead_blocks(x, result, policy)
+    return result
+
+
+def _warn_of_dead_blocks(x: Array, q: QTensor, nonfinite: str) -> None:
+    """Warn where blocks became zero because no scale of their type is small enough."""
+    scheme, kind = q.scheme, q.scheme.scale
+    narrow = kind in (ScaleDtype.F16, ScaleDtype.UE4M3)
+    if not narrow or scheme.tensor_scale is not None or scheme.offset is not None:
+        return
+    if backend_of(x).is_traced(x):
+        return
+    xp = namespace(x)
+    scale = standard.divisor(scheme, Params(q.scales, None, None, q.table)).value
+    smallest = float(scale_grid(ScaleDtype(str(kind)))[1])
+    if not known(xp.any(scale == smallest)):
+        return
+    _, alpha = standard.value_range(x, scheme, nonfinite=nonfinite)
+    dead = (scale == smallest) & (alpha > 0) & (alpha < 0.5 * smallest * _first_step(q))
+    count = int(xp.sum(xp.astype(dead, xp.int32)))
+    if count:
+        text = (
+            f"{count} of the {math.prod(scale.shape)} blocks hold only values too small for the "
+            f"{kind} scales of {scheme}, of which {smallest:.3g} is the smallest: they are zero "
+            "now. Use a tensor scale, as nvfp4 has, or f32 scales."
+        )
+        warnings.warn(text, DeadBlocksWarning, stacklevel=3)
+
+
+def _first_step(q: QTensor) -> float:
+    """The smallest magnitude above zero that a code stands for."""
+    if q.scheme.mode is QuantMode.LOOKUP:
+        entries = np.abs(backend_of(q.data).to_host(q.table))
+        return float(entries[entries > 0].min())
+    return float(grid(q.scheme.value)[1]) if q.scheme.value.is_float else 1.0
+
+
+def check_kernel_name(kernel: Any) -> None:
+    """Refuse a kernel= that is no name. Raises InvalidArgument."""
+    if kernel is not None and not isinstance(kernel, str):
+        raise InvalidArgument(name="kernel", wanted="a kernel's name, or None", got=kernel)
+
+
+# -- dequantize -------------------------------------------------------------------------------
+
+
+def dequantize(q: QTensor, kind: Any = None) -> Array:
+    """The values of ``q`` as an array: see QTensor.dequantize."""
+    owner = backend_of(q.data)
+    problem = one_operand_problem("dequantize", q, q.device)
+    native = None if kind is None else float_dtype(q.data, kind, "The result of dequantize")
+    with np.errstate(all="ignore"):
+        return choose(owner.name, problem).run(q, native)
+
+
+def float_dtype(like: Array, kind: Any, what: str) -> Any:
+    """The library's own dtype for a name or dtype. Raises UnsupportedDtype."""
+    name = kind if isinstance(kind, str) else getattr(kind, "name", None)
+    if not isinstance(name, str):
+        is_type = isinstance(kind, type)
+        name = np.dtype(kind).name if is_type else str(kind).rpartition(".")[2]
+    held = held_dtypes(namespace(like))
+    if name not in held:
+        raise UnsupportedDtype(what=what, dtype=name, known=", ".join(held))
+    return dtype(namespace(like), name)

@@ -1,0 +1,118 @@
+"""Products of matrices: every argument is checked once, then the best kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import cache
+from typing import Any
+
+from polyquant.arrays import Array, find_backend, namespace
+from polyquant.dispatch import (
+    as_right_operand,
+    check_one_device,
+    check_product,
+    check_real,
+    choose,
+    facts_of,
+    matmul_problem,
+)
+from polyquant.errors import ShapeMismatch
+from polyquant.inputs import check_float
+from polyquant.ops.conversion import check_kernel_name, float_dtype, quantize
+from polyquant.qtensor import QTensor
+
+_Plan = tuple[Callable[..., Array], Any]
+#: A model has a few hundred products; one that makes new shapes for ever must not fill memory.
+_MOST_PLANS = 4096
+
+
+def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) -> Array:
+    """The matrix product of two operands, either or both of them quantized.
+
+    Batched and broadcast like NumPy's ``matmul``. The result has the float operand's dtype, float32
+    if both are quantized; accumulation is in float32 or better.
+
+    Raises:
+        BackendMismatch, DeviceMismatch, ShapeMismatch, NotFloat, NotAnArray, UnsupportedDtype,
+        NoKernel, KernelRefused: all before any work.
+    """
+    if out_dtype is not None or kernel is not None:
+        run, native = _plan_product(a, b, out_dtype, kernel)
+        return run(a, b, native)
+    key = (facts_of(a), facts_of(b))
+    plan = plans().get(key)
+    if plan is None:
+        plan = _plan_product(a, b, None, None)
+        if None not in key:
+            _remember(key, plan)
+    return plan[0](a, b, plan[1])
+
+
+def _plan_product(a: Any, b: Any, out_dtype: Any, kernel: str | None) -> _Plan:
+    """Every check of a product, then the kernel that runs it and the dtype of its result."""
+    owner = check_one_device("matmul", (("a", a), ("b", b)))
+    check_kernel_name(kernel)
+    device = a.device if isinstance(a, QTensor) else owner.device_of(a)
+    native = _result_dtype(a, b, out_dtype)
+    return choose(owner.name, matmul_problem(a, b, device), kernel).run, native
+
+
+@cache
+def plans() -> dict[Hashable, _Plan]:
+    """Products checked before, by the facts of their operands: a cache, so it may be emptied."""
+    return {}
+
+
+def _remember(key: Hashable, plan: _Plan) -> None:
+    if len(plans()) >= _MOST_PLANS:
+        plans().clear()
+    plans()[key] = plan
+
+
+def _result_dtype(a: Any, b: Any, asked: Any) -> Any:
+    floats = [x for x in (a, b) if not isinstance(x, QTensor)]
+    for x in floats:
+        check_real("an operand of a product", x, integers=False)
+    like = floats[0] if floats else a.data
+    if asked is not None:
+        return float_dtype(like, asked, "out_dtype")
+    if not floats:
+        return namespace(like).float32
+    if len(floats) == 1:
+        return like.dtype
+    return namespace(like).result_type(*floats)
+
+
+def linear(x: Any, weight: Any, bias: Any = None, *, activations: Any = None) -> Array:
+    """``x @ weight.mT + bias``, with ``weight`` of shape (out, in) and ``bias`` of shape (out,).
+
+    Args:
+        activations: a scheme to quantize ``x`` with first; the product is then of two quantized
+            operands. Without it ``x`` enters as it is.
+
+    The result has the dtype of ``x`` (float32 if ``x`` is quantized). Raises what matmul raises.
+    """
+    roles = [("x", x), ("weight", weight)]
+    check_one_device("linear", roles if bias is None else [*roles, ("bias", bias)])
+    transposed = as_right_operand(x, weight)
+    check_product("linear", x.shape, transposed.shape)
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        reason = f"the bias must be of shape ({weight.shape[0]},)"
+        shapes = (tuple(weight.shape), tuple(bias.shape))
+        raise ShapeMismatch(op="linear", left=shapes[0], right=shapes[1], reason=reason)
+    native = _result_dtype(x, transposed, None)
+    left = x if activations is None else quantize(x, activations)
+    if bias is None:
+        return matmul(left, transposed, out_dtype=native)
+    check_float("bias", bias)
+    xp = namespace(bias)
+    wide = xp.float64 if native == xp.float64 else xp.float32
+    return xp.astype(matmul(left, transposed, out_dtype=wide) + xp.astype(bias, wide), native)
+
+
+def operator_matmul(a: Any, b: Any) -> Any:
+    """``a @ b`` with a QTensor on one side; leaves strangers to Python."""
+    for side in (a, b):
+        if not isinstance(side, QTensor) and find_backend(side) is None:
+            return NotImplemented
+    return matmul(a, b)

@@ -1,0 +1,1 @@
+"""polyquant for PyTorch: modules, autograd, ``torch.compile``."""

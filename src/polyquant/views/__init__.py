@@ -1,0 +1,1 @@
+"""Layout operations: the same numbers in other places, exactly, and still quantized."""
