@@ -448,7 +448,8 @@ TEXTS: list[tuple[Callable[[], object], tuple[str, ...]]] = [
     (
         lambda: Q.permute(1, 1),
         (
-            "(1, 1) is not a permutation of the 2 axes of a tensor of shape (2, 32).",
+            "(1, 1) does not fit the 2 axes of a tensor of shape (2, 32): axes are counted from 0, "
+            "or from -1 at the end, each is named once at most, and a permutation names all.",
             "[invalid-axes]",
         ),
     ),

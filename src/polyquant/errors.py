@@ -327,9 +327,12 @@ class InvalidTensor(PolyquantError, ValueError):
 
 
 class InvalidAxes(PolyquantError, ValueError):
-    """Axes that are no permutation of a tensor's axes."""
+    """An axis that a tensor does not have, one named twice, or a permutation that lacks one."""
 
-    message = "{got!r} is not a permutation of the {rank} axes of a tensor of shape {shape}."
+    message = (
+        "{got!r} does not fit the {rank} axes of a tensor of shape {shape}: axes are counted from "
+        "0, or from -1 at the end, each is named once at most, and a permutation names all."
+    )
 
 
 class Immutable(PolyquantError, AttributeError):
