@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -90,6 +90,9 @@ class TensorData:
     shape: tuple[int, ...]
     scheme: QuantScheme
     axes: tuple[int, ...] = ()
+
+    #: NumPy would compare element by element, and with what is no array.
+    __array_ufunc__: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if isinstance(self.axes, tuple) and not self.axes and isinstance(self.shape, tuple):

@@ -389,7 +389,7 @@ class UnknownFormat(PolyquantError, ValueError):
 class InvalidHeader(PolyquantError, ValueError):
     """A file whose header is damaged or hostile."""
 
-    message = "The header of {path} is not valid: {reason}."
+    message = "The header of {path} is not valid: {reason}. Fetch or write the file again."
 
 
 class ChecksumMismatch(PolyquantError, ValueError):

@@ -236,6 +236,9 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
     def __delattr__(self, name: str) -> None:
         raise Immutable(name=name)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise Immutable(name="q[...]")
+
     def __reduce__(self) -> tuple[Any, ...]:
         return from_fields, tuple(getattr(self, name) for name in _FIELDS)
 

@@ -168,7 +168,8 @@ def _tensor(name: str, entry: Any, path: Path) -> RawTensor:
     if not isinstance(dtype, str) or dtype not in FILE_DTYPES:
         raise refuse(f"has the dtype {dtype!r}; known: {', '.join(FILE_DTYPES)}")
     if not is_shape(shape):
-        raise refuse(f"has a shape that is no list of extents: {reprlib.repr(shape)}")
+        limits = f"at most {RANK_LIMIT} extents and less than 2^52 elements"
+        raise refuse(f"has a shape that is no list of {limits}: {reprlib.repr(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise refuse(
             f"has data_offsets that are no pair of ascending numbers: {reprlib.repr(offsets)}"
