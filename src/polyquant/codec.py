@@ -19,8 +19,8 @@ def line_size_bytes(length: int, bits: int, store: QuantStore) -> int:
     if store is QuantStore.NATIVE:
         return length
     if store is QuantStore.PACKED_NATIVE:
-        return math.ceil(length * bits / 8)
-    return math.ceil(length * bits / 32) * 4
+        return -(-length * bits // 8)
+    return -(-length * bits // 32) * 4
 
 
 def pack(xp: Any, fields: Array, value: QuantValue, store: QuantStore) -> Array:
@@ -29,7 +29,7 @@ def pack(xp: Any, fields: Array, value: QuantValue, store: QuantStore) -> Array:
     if store is QuantStore.NATIVE:
         return _extend_sign(fields, value)
     group, group_bytes = _group(bits)
-    groups = math.ceil(length / group)
+    groups = -(-length // group)
     size = line_size_bytes(length, bits, store)
     fields = _pad_last(xp, fields, groups * group)
     if bits == 8:
@@ -58,7 +58,7 @@ def unpack(xp: Any, data: Array, length: int, value: QuantValue, store: QuantSto
     if bits == 8:
         return data[..., :length]
     group, group_bytes = _group(bits)
-    groups = math.ceil(length / group)
+    groups = -(-length // group)
     data = _pad_last(xp, data, max(groups * group_bytes, data.shape[-1]))
     lanes = data[..., : groups * group_bytes]
     lanes = xp.reshape(lanes, (*data.shape[:-1], groups, group_bytes))

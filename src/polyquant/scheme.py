@@ -13,7 +13,6 @@ Text form::
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -95,6 +94,7 @@ class QuantScheme:
     store: QuantStore
     table: str | None
     _hash: int = field(repr=False, compare=False)
+    _text: str = field(repr=False, compare=False)
 
     def __init__(
         self,
@@ -131,6 +131,7 @@ class QuantScheme:
         for name, item in fields.items():
             object.__setattr__(self, name, item)
         object.__setattr__(self, "_hash", hash(tuple(fields.values())))
+        object.__setattr__(self, "_text", _text(self))
         _check(self)
 
     def __hash__(self) -> int:
@@ -174,7 +175,7 @@ class QuantScheme:
         if self.block is None:
             return (1,) * len(shape)
         extents = self.block_extents(shape)
-        return tuple(math.ceil(d / b) for d, b in zip(shape, extents, strict=True))
+        return tuple(-(-d // b) for d, b in zip(shape, extents, strict=True))
 
     # -- builders -----------------------------------------------------------------------------
 
@@ -232,14 +233,7 @@ class QuantScheme:
     # -- text and JSON ------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        text = f"{self.value}[{self.table}]" if self.table else str(self.value)
-        text += f"/{_block_text(self.block)}:{_in_parentheses(self.scale)}"
-        if self.tensor_scale is not None:
-            text += f"/tensor:{self.tensor_scale}"
-        if self.offset is not None:
-            sign = "+bias:" if self.offset.kind is OffsetKind.BIAS else "-zero:"
-            text += sign + _in_parentheses(self.offset.dtype)
-        return text if self.store is QuantStore.PACKED_U32 else f"{text}@{self.store}"
+        return self._text
 
     def __repr__(self) -> str:
         return f"QuantScheme({str(self)!r})"
@@ -273,6 +267,18 @@ class QuantScheme:
                 reason = f"it is not JSON ({error})"
                 raise UnknownScheme(got=form, reason=reason, fix=_SEE) from None
         return _scheme_of(form, depth=1)
+
+
+def _text(scheme: QuantScheme) -> str:
+    """The text form, which every scheme makes once."""
+    text = f"{scheme.value}[{scheme.table}]" if scheme.table else str(scheme.value)
+    text += f"/{_block_text(scheme.block)}:{_in_parentheses(scheme.scale)}"
+    if scheme.tensor_scale is not None:
+        text += f"/tensor:{scheme.tensor_scale}"
+    if scheme.offset is not None:
+        sign = "+bias:" if scheme.offset.kind is OffsetKind.BIAS else "-zero:"
+        text += sign + _in_parentheses(scheme.offset.dtype)
+    return text if scheme.store is QuantStore.PACKED_U32 else f"{text}@{scheme.store}"
 
 
 def _scheme_of(form: Any, *, depth: int) -> QuantScheme:
