@@ -9,7 +9,7 @@ from polyquant import errors, ops
 from polyquant.data import TensorData
 from polyquant.dispatch import device_of, devices, explain, is_quantized, same_backend, supports
 from polyquant.formats import Checkpoint, load, open_checkpoint, save
-from polyquant.ops import linear, matmul, quantize
+from polyquant.ops import linear, matmul, propagation, quantize
 from polyquant.qtensor import QTensor, from_data
 from polyquant.quality import Quality, measure
 from polyquant.scheme import Offset, QuantScheme, presets, scheme
@@ -42,6 +42,7 @@ __all__ = [
     "open_checkpoint",
     "ops",
     "presets",
+    "propagation",
     "quantize",
     "quantize_tree",
     "same_backend",

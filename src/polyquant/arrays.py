@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import import_module
 from types import MappingProxyType
@@ -39,7 +39,8 @@ class Backend:
     plain values (a mask, a sparse layout); so does ``to_host`` where there are none to be read.
     ``facts`` is all that dispatch may ask of an array, to remember an answer by; None where it is
     not to be remembered. ``kernels`` maps a kind of device ("cpu", "cuda") to the modules that
-    serve it, best first.
+    serve it, best first. ``functions`` are the library's own where the array API has none (see
+    ops/lacking.py); what is not there runs on the host.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Backend:
     move: Callable[[Array, str], Array]
     facts: Callable[[Array], Hashable]
     kernels: Mapping[str, tuple[str, ...]]
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 class Call(NamedTuple):

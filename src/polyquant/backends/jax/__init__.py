@@ -78,6 +78,7 @@ BACKEND = Backend(
         "cpu": ("polyquant.backends.definition",),
         "*": ("polyquant.backends.jax.accelerators",),
     },
+    functions={"erf": jax.scipy.special.erf},
 )
 
 

@@ -109,6 +109,7 @@ BACKEND = Backend(
     move=_move,
     facts=_facts,
     kernels={"cpu": ("polyquant.backends.definition",), "*": ("polyquant.backends.definition",)},
+    functions={"erf": torch.special.erf},
 )
 
 _MATMUL = Call("matmul", ("input", "other"))
