@@ -25,7 +25,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = (
     ("errors",),
     ("values", "arrays"),
-    ("tables", "presets"),
+    ("tables", "presets", "calls"),
     ("scheme",),
     ("codec", "blocks"),
     ("data", "methods"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -56,18 +56,6 @@ class Backend:
     facts: Callable[[Array], Hashable]
     kernels: Mapping[str, tuple[str, ...]]
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-
-
-class Call(NamedTuple):
-    """What a library's own function computes: "matmul", "rmatmul" (operands exchanged) or "linear".
-
-    ``parameters`` are its names, in order; ``ranks`` the numbers of axes that each operand may
-    have, where the function takes fewer than matmul does.
-    """
-
-    op: str
-    parameters: tuple[str, ...]
-    ranks: tuple[tuple[int, ...], ...] = ()
 
 
 #: Backend -> its module. A new backend is one line here and one file.

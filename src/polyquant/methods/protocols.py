@@ -9,7 +9,7 @@ from polyquant.methods.door import operations
 
 
 class Protocols:
-    """``np.asarray(q)``, ``np.matmul(x, q)``, ``torch.matmul(x, q)``."""
+    """``np.asarray(q)``, ``np.sum(q)``, ``x + q``, ``torch.matmul(x, q)``: see ops/protocol.py."""
 
     __slots__ = ()
 
@@ -22,18 +22,11 @@ class Protocols:
         return self.to("numpy").dequantize(None if dtype is None else str(dtype))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        return operations().array_function(self, ufunc, inputs, kwargs, method=method)
+        return operations().array_function("numpy", ufunc, inputs, kwargs, method=method)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return operations().array_function(self, func, args, kwargs)
+        return operations().array_function("numpy", func, args, kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs and len(args) == 2:  # `x @ q`, the quick way
-            first = args[1] if isinstance(args[1], cls) else args[0]
-            if isinstance(first, cls):
-                return operations().array_function(first, func, args, {})
-        flat = [*args, *(kwargs or {}).values()]
-        inner = [item for group in flat if isinstance(group, list | tuple) for item in group]
-        first = next(item for item in (*flat, *inner) if isinstance(item, cls))
-        return operations().array_function(first, func, args, kwargs or {})
+        return operations().array_function("torch", func, args, kwargs)

@@ -1,72 +1,210 @@
-"""Functions of the array libraries called on a QTensor, as operations."""
+"""Functions of the array libraries called on a QTensor, as operations: the tables of ``backends``.
+
+``backends/<library>/functions.py`` says which operation a function is, and how its arguments are
+called (see ``calls``). Here the arguments are bound, and whatever an operation has not is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from functools import lru_cache
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from importlib import import_module
-from typing import Any
+from itertools import takewhile
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
 
-from polyquant.arrays import BACKENDS, Call
-from polyquant.dispatch import check_one_device
-from polyquant.errors import ShapeMismatch, UnsupportedFunction
-from polyquant.ops.products import linear, matmul
+from polyquant.arrays import BACKENDS, find_backend
+from polyquant.calls import Arguments, Call, Functions, Overloads
+from polyquant.errors import InvalidArgument, UnsupportedFunction
+from polyquant.methods import operations
 from polyquant.qtensor import QTensor
 
-_PROTOCOL = "matmul, @, torch.nn.functional.linear"
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+
+
+class _Plan(NamedTuple):
+    """A call with its operations looked up.
+
+    From ``least`` to ``most`` arguments by position are the operation's own: the quick way.
+    """
+
+    call: Call
+    run: Callable[..., Any]
+    also: Callable[..., Any] | None
+    required: tuple[str, ...]
+    least: int
+    most: int
 
 
 def array_function(
-    q: QTensor,
+    library: str,
     function: Any,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, Any] | None = None,
     *,
     method: str = "__call__",
 ) -> Any:
-    """A function of an array library called on a QTensor. Raises UnsupportedFunction."""
-    call = _operation(function, q.device) if method == "__call__" else None
-    if call is None:
-        raise UnsupportedFunction(function=_called(function), known=_PROTOCOL)
-    if call.op == "matmul" and not call.ranks and len(args) == 2 and not kwargs:  # the quick way
-        return matmul(*args)
-    options = {name: item for name, item in kwargs.items() if name != "out" or item is not None}
-    given = dict(zip(call.parameters, args, strict=False)) | options
-    unknown = sorted(set(given) - set(call.parameters))
-    if unknown or len(args) > len(call.parameters):
-        more = f"with {', '.join(unknown)}=" if unknown else f"of {len(args)} operands"
-        raise UnsupportedFunction(function=f"{_called(function)} {more}", known=_PROTOCOL)
-    if call.op == "linear":
-        return linear(given["input"], given["weight"], given.get("bias"))
-    left, right = (given[name] for name in call.parameters)
-    _check_ranks(_called(function), call, left, right)
-    return matmul(right, left) if call.op == "rmatmul" else matmul(left, right)
+    """A function of an array library called with a QTensor among its arguments.
+
+    ``method`` is that of a ufunc. Raises UnsupportedFunction, InvalidArgument (a tensor of another
+    library alone, or as an index), and what the operation raises.
+    """
+    plan = _plan(library, function)
+    if (
+        isinstance(plan, _Plan)
+        and plan.least <= len(args) <= plan.most
+        and not kwargs
+        and args[0].__class__ is not QTensor
+        and method == "__call__"
+    ):
+        return plan.run(*args)
+    return _called(library, function, plan, args, kwargs or _NO_KEYWORDS, method)
 
 
-def _called(function: Any) -> str:
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return f"{module}.{getattr(function, '__name__', function)}"
+class _Choice(NamedTuple):
+    """The plans of a function that is one of several calls."""
+
+    plans: tuple[_Plan, ...]
+    choose: Callable[[Sequence[Any], Mapping[str, Any]], int]
 
 
-def _check_ranks(called: str, call: Call, left: Any, right: Any) -> None:
-    """Refuse operands that the library's function itself would refuse, or multiply otherwise."""
-    if not call.ranks:
-        return
-    check_one_device(called, (("the left operand", left), ("the right operand", right)))
-    shapes = (tuple(left.shape), tuple(right.shape))
-    for side, shape, ranks in zip(("left", "right"), shapes, call.ranks, strict=True):
-        if len(shape) not in ranks:
-            axes = " or ".join(map(str, ranks)) if len(ranks) < 3 else "1 or more"
-            reason = f"its {side} operand has {axes} axes here; matmul takes any number"
-            raise ShapeMismatch(op=called, left=shapes[0], right=shapes[1], reason=reason)
+@cache
+def functions(library: str) -> Functions:
+    """Function -> the operation that it is, for a library with a protocol for its functions."""
+    found: Functions = _module(library).FUNCTIONS
+    return found
+
+
+def _module(library: str) -> Any:
+    return import_module(f"{BACKENDS[library]}.functions")
 
 
 @lru_cache(maxsize=1024)
-def _operation(function: Hashable, device: str) -> Call | None:
-    """What a function of NumPy or of the device's own library computes, where that is known."""
-    for name in dict.fromkeys(("numpy", device.partition(":")[0])):
-        if name in BACKENDS:
-            found: Call | None = import_module(BACKENDS[name]).array_function(function)
-            if found is not None:
-                return found
-    return None
+def _plan(library: str, function: Hashable) -> _Plan | _Choice | None:
+    found = functions(library).get(function)
+    if isinstance(found, Overloads):
+        return _Choice(tuple(map(_planned, found.forms)), found.choose)
+    return None if found is None or not hasattr(operations(), found.op) else _planned(found)
+
+
+def _planned(call: Call) -> _Plan:
+    run = getattr(operations(), call.op)
+    also = getattr(operations(), call.also) if call.also else None
+    own = inspect.signature(run).parameters.values()
+    required = tuple(p.name for p in own if p.default is inspect.Parameter.empty)
+    as_it_is = not (call.before or call.also or call.after)
+    most = _shared(call, own) if as_it_is else 0
+    return _Plan(call, run, also, required, len(required), most)
+
+
+def _shared(call: Call, own: Iterable[inspect.Parameter]) -> int:
+    """How many parameters a function and its operation begin with alike."""
+    theirs = ((parameter.rule, parameter.ours) for parameter in call.parameters)
+    ours = (("", p.name) for p in own if p.kind is p.POSITIONAL_OR_KEYWORD)
+    pairs = zip(theirs, ours, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+# -- the long way -----------------------------------------------------------------------------
+
+
+def _called(
+    library: str,
+    function: Any,
+    plan: _Plan | _Choice | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    method: str,
+) -> Any:
+    if plan is None:
+        return _fact(library, function, args, kwargs)
+    if isinstance(plan, _Choice):
+        plan = plan.plans[plan.choose(args, kwargs)]
+    call = plan.call
+    if method != "__call__":
+        raise UnsupportedFunction(function=f"{call.called}.{method}", known=f"{call.called} itself")
+    _check_library(library, call.called, args, kwargs)
+    given = _bind(call, args, kwargs)
+    if call.before is not None:
+        given = call.before(call.called, given)
+    missing = [name for name in plan.required if name not in given]
+    if missing:
+        theirs = {p.ours: p.theirs for p in reversed(call.parameters)}
+        _refuse(call, f"without {', '.join(theirs.get(name, name) for name in missing)}")
+    result = plan.run(**given)
+    if plan.also is not None:
+        result = (result, plan.also(**given))
+    return result if call.after is None else call.after(result)
+
+
+def _bind(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    """The arguments by the operation's names. Raises UnsupportedFunction."""
+    if len(args) > len(call.parameters):
+        _refuse(call, f"with {len(args)} arguments")
+    pairs = list(zip(call.parameters, args, strict=False))
+    for name, item in kwargs.items():
+        if name not in call.keywords:
+            _refuse(call, f"with {name}=")
+        pairs.append((call.keywords[name], item))
+    given = {p.ours.removeprefix("~"): p.default for p in call.parameters if p.rule == "="}
+    for parameter, item in pairs:
+        if parameter.rule == "!":
+            if not _is_default(item, parameter.default):
+                _refuse(call, f"with {parameter.theirs}=")
+        elif parameter.rule != "?":
+            given[parameter.ours.removeprefix("~")] = item
+    return given
+
+
+def _is_default(item: Any, default: Any) -> bool:
+    return item is default or (isinstance(item, int | float | str) and item == default)
+
+
+def _refuse(call: Call, what: str) -> NoReturn:
+    names = dict.fromkeys(p.theirs for p in call.parameters if p.rule not in ("!", "?"))
+    known = f"{call.called}({', '.join(names)})"
+    raise UnsupportedFunction(function=f"{call.called} {what}", known=known)
+
+
+def _fact(library: str, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The answer of a function that asks for the shape or the like; others are refused."""
+    fact = _module(library).FACTS.get(function)
+    if fact is not None and len(args) == 1 and not kwargs:
+        return getattr(args[0], fact)
+    name = getattr(function, "__name__", str(function))
+    if name == "__getitem__":
+        wanted = "whole numbers, booleans or slices, which a quantized tensor does not hold"
+        got = next(x for x in _operands(args, kwargs) if isinstance(x, QTensor))
+        raise InvalidArgument(name="An index", wanted=wanted, got=got)
+    owner = getattr(function, "__objclass__", None)  # a method written in C
+    module = library if owner is not None else getattr(function, "__module__", None) or library
+    known = ", ".join(sorted({call.op for call in calls(library)}))
+    raise UnsupportedFunction(function=f"{module}.{name}", known=f"what pq.ops does ({known})")
+
+
+def _check_library(
+    library: str, called: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """A library's function needs one of its own tensors; NumPy's take those of any library."""
+    if library == "numpy":
+        return
+    for x in _operands(args, kwargs):
+        owner = find_backend(x.data if isinstance(x, QTensor) else x)
+        if owner is not None and owner.name == library:
+            return
+    wanted = f"a tensor of {library}; q.to(...) brings one there"
+    got = next(x for x in _operands(args, kwargs) if isinstance(x, QTensor))
+    raise InvalidArgument(name=f"The operand of {called}", wanted=wanted, got=got)
+
+
+def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments, and what is in those that are lists or tuples."""
+    for item in (*args, *kwargs.values()):
+        yield from item if isinstance(item, list | tuple) else (item,)
+
+
+def calls(library: str) -> Iterator[Call]:
+    """Every call of a library's table."""
+    for found in functions(library).values():
+        yield from found.forms if isinstance(found, Overloads) else (found,)

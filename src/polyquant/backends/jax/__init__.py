@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from polyquant.arrays import READ, Backend, Call, HostArray
+from polyquant.arrays import READ, Backend, HostArray
 from polyquant.errors import UnknownDevice, UnsupportedArray
 from polyquant.qtensor import QTensor, from_fields
 
@@ -95,8 +95,3 @@ def _unflatten(static: tuple[Any, ...], arrays: tuple[Any, ...]) -> QTensor:
 
 # A QTensor passes through jit, scan and tree functions; JAX wants to be told once.
 jax.tree_util.register_pytree_node(QTensor, _flatten, _unflatten)
-
-
-def array_function(function: Any) -> Call | None:
-    """JAX has no function protocol: operators reach the tensor through Python's own."""
-    return None

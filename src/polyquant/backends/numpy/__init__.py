@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from polyquant.arrays import Backend, Call, HostArray
+from polyquant.arrays import Backend, HostArray
 from polyquant.errors import UnknownDevice, UnsupportedArray
 
 
@@ -40,10 +40,3 @@ BACKEND = Backend(
     facts=lambda x: (x.__class__, x.dtype, x.shape),
     kernels={"cpu": ("polyquant.backends.definition",)},
 )
-
-
-def array_function(function: Any) -> Call | None:
-    """The operation that a NumPy function or ufunc asks for, if there is one."""
-    if function is np.dot:  # batches of a right operand lie elsewhere in its result than matmul's
-        return Call("matmul", ("a", "b"), (tuple(range(1, 65)), (1, 2)))
-    return Call("matmul", ("x1", "x2")) if function is np.matmul else None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from functools import lru_cache
-from types import MappingProxyType
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
 
-from polyquant.arrays import READ, Backend, Call, HostArray
+from polyquant.arrays import READ, Backend, HostArray
 from polyquant.errors import UnknownDevice, UnsupportedArray
 
 
@@ -111,30 +109,3 @@ BACKEND = Backend(
     kernels={"cpu": ("polyquant.backends.definition",), "*": ("polyquant.backends.definition",)},
     functions={"erf": torch.special.erf},
 )
-
-_MATMUL = Call("matmul", ("input", "other"))
-_MM = Call("matmul", ("input", "mat2"), ((2,), (2,)))
-_MV = Call("matmul", ("input", "vec"), ((2,), (1,)))
-_BMM = Call("matmul", ("input", "mat2"), ((3,), (3,)))
-
-#: torch functions that have a form for quantized tensors -> the operation.
-_FUNCTIONS: Mapping[Any, Call] = MappingProxyType(
-    {
-        torch.matmul: _MATMUL,
-        torch.mm: _MM,
-        torch.mv: _MV,
-        torch.bmm: _BMM,
-        torch.Tensor.matmul: _MATMUL,
-        torch.Tensor.mm: _MM,
-        torch.Tensor.mv: _MV,
-        torch.Tensor.bmm: _BMM,
-        torch.Tensor.__matmul__: _MATMUL,
-        torch.Tensor.__rmatmul__: Call("rmatmul", ("input", "other")),
-        torch.nn.functional.linear: Call("linear", ("input", "weight", "bias")),
-    }
-)
-
-
-def array_function(function: Any) -> Call | None:
-    """The operation that a torch function asks for, if there is one."""
-    return _FUNCTIONS.get(function)
