@@ -21,7 +21,6 @@ from polyquant.data import (
     check_description,
     check_numbers,
     host_dtype,
-    is_whole,
     join,
     stored_shape,
 )
@@ -137,30 +136,7 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
             raise TypeError("len() of a QTensor without axes")
         return self.shape[0]
 
-    # -- views and parts ----------------------------------------------------------------------
-
-    def permute(self, *axes: int | Sequence[int]) -> QTensor:
-        """The same tensor with its axes in another order: exact, and no byte is moved.
-
-        Raises InvalidAxes.
-        """
-        order: list[Any] = list(axes)
-        if len(axes) == 1 and isinstance(axes[0], Sequence):
-            order = list(axes[0])
-        order = [a + self.ndim if is_whole(a) and a < 0 else a for a in order]
-        check_axes(order, self.shape)
-        shape = tuple(self.shape[a] for a in order)
-        return self._replace(shape=shape, axes=tuple(self.axes[a] for a in order))
-
-    @property
-    def T(self) -> QTensor:
-        """All axes in reverse order."""
-        return self.permute(*reversed(range(self.ndim)))
-
-    @property
-    def mT(self) -> QTensor:
-        """The last two axes exchanged."""
-        return self.permute(*range(self.ndim - 2), self.ndim - 1, self.ndim - 2)
+    # -- parts --------------------------------------------------------------------------------
 
     def codes(self) -> Array:
         """The codes, one an element, in logical order.
@@ -192,7 +168,8 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
     def to(self, device: str) -> QTensor:
         """The same bits on another device or in another library ("numpy", "torch:cuda:0", ...).
 
-        Memory is shared where the libraries can share it. Raises UnknownDevice, BackendMissing.
+        Memory is shared where the libraries can share it; a copy in another library is not tracked
+        by autograd. Raises UnknownDevice, BackendMissing, UnsupportedArray (no values to be read).
         """
         target, device = backend_of_device(device)
         if device == self.device:
