@@ -39,10 +39,10 @@ def _faults() -> list[str]:
     parts = [
         "## Faults known from another library, and what is said here",
         f"In {count} places Burn, whose schemes polyquant shares, meets a fault with a panic, an "
-        "assertion or nothing. The tables list all of them, those of one fault together: the fault; "
-        "its answer here, which is an error, that it works, or why it cannot arise; and the places, "
-        "numbered in each crate of Burn and cubecl. `tests/test_burn_faults.py` raises every error "
-        "and checks what works.",
+        "assertion or nothing. The tables list all of them, those of one fault together: the "
+        "fault; its answer here, which is an error, that it works, or why it cannot arise; and the "
+        "places, numbered in each crate of Burn and cubecl. `tests/test_burn_faults.py` raises "
+        "every error and checks what works.",
     ]
     for area in dict.fromkeys(fault["area"] for fault in faults.values()):
         rows = [
