@@ -9,7 +9,7 @@ from polyquant import errors, ops
 from polyquant.data import TensorData
 from polyquant.dispatch import device_of, devices, explain, is_quantized, same_backend, supports
 from polyquant.formats import Checkpoint, load, open_checkpoint, save
-from polyquant.ops import linear, matmul, propagation, quantize
+from polyquant.ops import concat, linear, matmul, propagation, quantize, stack
 from polyquant.qtensor import QTensor, from_data
 from polyquant.quality import Quality, measure
 from polyquant.scheme import Offset, QuantScheme, presets, scheme
@@ -29,6 +29,7 @@ __all__ = [
     "QuantValue",
     "ScaleDtype",
     "TensorData",
+    "concat",
     "device_of",
     "devices",
     "errors",
@@ -48,5 +49,6 @@ __all__ = [
     "same_backend",
     "save",
     "scheme",
+    "stack",
     "supports",
 ]

@@ -335,6 +335,18 @@ class InvalidAxes(PolyquantError, ValueError):
     )
 
 
+class InvalidIndex(PolyquantError, IndexError):
+    """An index that a tensor does not have, or that is none."""
+
+    message = "{index!r} does not index a tensor of shape {shape}: {reason}."
+
+
+class LayoutRefused(PolyquantError, ValueError):
+    """A layout operation whose result the scheme cannot hold without quantizing again."""
+
+    message = "A {scheme} tensor of shape {shape} cannot stay quantized here: {reason}. {fix}."
+
+
 class Immutable(PolyquantError, AttributeError):
     """An attempt to change a QTensor."""
 

@@ -1,12 +1,16 @@
 """The operations on quantized tensors: ``pq.ops.<name>``."""
 
-from polyquant.ops import compute
+from polyquant import views
+from polyquant.ops import compute, convolution, places
 from polyquant.ops.compute import *  # noqa: F403  (the compute ops are listed once, there)
 from polyquant.ops.conversion import dequantize, quantize
+from polyquant.ops.convolution import *  # noqa: F403
 from polyquant.ops.operators import operator, single
+from polyquant.ops.places import *  # noqa: F403
 from polyquant.ops.products import linear, matmul, operator_matmul
 from polyquant.ops.propagation import propagation
 from polyquant.ops.protocol import array_function
+from polyquant.views import *  # noqa: F403  (the layout ops are listed once, there)
 
 __all__ = [
     "array_function",
@@ -20,3 +24,6 @@ __all__ = [
     "single",
 ]
 __all__ += compute.__all__
+__all__ += convolution.__all__
+__all__ += places.__all__
+__all__ += views.__all__

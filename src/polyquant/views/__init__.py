@@ -1,1 +1,43 @@
-"""Layout operations: the same numbers in other places, exactly, and still quantized."""
+"""Layout operations: the same numbers in other places, exactly, and still quantized.
+
+Codes are only moved and scales only copied, so ``op(q).dequantize()`` is ``op(q.dequantize())`` to
+the bit. What the scheme cannot hold is refused.
+"""
+
+from polyquant.views.indexing import index
+from polyquant.views.joining import concat, stack
+from polyquant.views.select import chunk, gather, narrow, repeat, select, split, take, tile
+from polyquant.views.shape import (
+    expand,
+    flip,
+    moveaxis,
+    permute,
+    reshape,
+    squeeze,
+    swapaxes,
+    transpose,
+    unsqueeze,
+)
+
+__all__ = [
+    "chunk",
+    "concat",
+    "expand",
+    "flip",
+    "gather",
+    "index",
+    "moveaxis",
+    "narrow",
+    "permute",
+    "repeat",
+    "reshape",
+    "select",
+    "split",
+    "squeeze",
+    "stack",
+    "swapaxes",
+    "take",
+    "tile",
+    "transpose",
+    "unsqueeze",
+]
