@@ -16,8 +16,8 @@ from typing import Any
 
 from polyquant.arrays import Array
 from polyquant.ops.lacking import running
-from polyquant.ops.operands import Axes, Operands
-from polyquant.ops.table import Kind, binary, cumulative, reduction, unary
+from polyquant.ops.operands import Axes, Operands, broadcast, check_mask, enter, fits_into
+from polyquant.ops.table import Kind, binary, cumulative, finish, reduction, row, unary
 
 __all__ = [
     "abs",
@@ -27,6 +27,7 @@ __all__ = [
     "argmax",
     "argmin",
     "ceil",
+    "clamp",
     "cos",
     "cosh",
     "cummax",
@@ -45,6 +46,7 @@ __all__ = [
     "less_equal",
     "log",
     "log1p",
+    "mask_fill",
     "max",
     "max_abs",
     "maximum",
@@ -68,6 +70,7 @@ __all__ = [
     "sum",
     "tan",
     "tanh",
+    "where",
 ]
 
 # The ops below take these by name, so they come first.
@@ -351,3 +354,40 @@ def cummax(x: Any, axis: int | None) -> Array:
 @cumulative(_cummin)
 def cummin(x: Any, axis: int | None) -> Array:
     """The smallest number so far along an axis; None: in one line."""
+
+
+# -- bounds and masks -------------------------------------------------------------------------
+
+
+@row(Kind.FLOAT)
+def clamp(x: Any, min: Any = None, max: Any = None) -> Array:
+    """The numbers, none below ``min`` or above ``max`` (which are operands too, or None)."""
+    roles = (("x", x), ("min", min), ("max", max))
+    entered = enter("clamp", roles)
+    broadcast("clamp", *(operand for _, operand in roles))
+    values, low, high = entered.arrays()
+    if low is not None or high is not None:
+        values = entered.function("clip")(values, low, high)
+    return finish(entered, values)
+
+
+@row(Kind.FLOAT)
+def where(mask: Any, a: Any, b: Any) -> Array:
+    """The numbers of ``a`` where ``mask`` (an array of booleans) is true, else those of ``b``."""
+    roles = (("a", a), ("b", b))
+    check_mask("where", mask)
+    entered = enter("where", roles, beside=(("mask", mask),))
+    broadcast("where", mask, a, b)
+    result = entered.xp.where(mask, *entered.arrays())
+    return finish(entered, result)
+
+
+@row(Kind.FLOAT)
+def mask_fill(x: Any, mask: Any, value: Any) -> Array:
+    """``x``, with ``value`` where ``mask`` (an array of booleans) is true; both fit into ``x``."""
+    roles = (("x", x), ("value", value))
+    check_mask("mask_fill", mask)
+    entered = enter("mask_fill", roles, beside=(("mask", mask),))
+    fits_into("mask_fill", x, mask, value)
+    kept, filled = entered.arrays()
+    return finish(entered, entered.xp.where(mask, filled, kept))

@@ -1,4 +1,4 @@
-"""What the array API standard lacks, written in its terms, or for the host."""
+"""What the array API standard lacks: in its terms where that will do, else for the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from polyquant.arrays import Array, Backend, HostArray
+from polyquant.arrays import Array, Backend, HostArray, place
 
 
 def running(xp: Any, better: Callable[[Array, Array], Array], x: Array, axis: int) -> Array:
@@ -24,6 +24,22 @@ def running(xp: Any, better: Callable[[Array, Array], Array], x: Array, axis: in
     return x
 
 
+def flat_positions(xp: Any, indices: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """Where in the line of all numbers of ``shape`` each of ``indices`` points, along an axis.
+
+    Along every other axis a number lies where its index does. Negative ones count from the end.
+    """
+    whole = xp.arange(1).dtype  # the library's own integers: JAX's are of 32 bits
+    indices = xp.astype(indices, whole)
+    found = xp.where(indices < 0, indices + shape[axis], indices) * math.prod(shape[axis + 1 :])
+    for other, extent in enumerate(indices.shape):
+        if other != axis:
+            steps = xp.arange(extent, dtype=whole, **place(indices))
+            ones = (1,) * (len(shape) - other - 1)
+            found = found + xp.reshape(steps, (extent, *ones)) * math.prod(shape[other + 1 :])
+    return found
+
+
 # -- on the host ------------------------------------------------------------------------------
 
 
@@ -32,7 +48,8 @@ def host_function(owner: Backend, name: str) -> Callable[..., Array]:
     function = _HOST[name]
 
     def through_host(x: Array, *rest: Any) -> Array:
-        return owner.from_host(function(owner.to_host(x), *rest), owner.device_of(x))
+        there = [owner.to_host(item) if owner.is_array(item) else item for item in (x, *rest)]
+        return owner.from_host(function(*there), owner.device_of(x))
 
     return through_host
 
@@ -43,4 +60,14 @@ def _erf(x: HostArray) -> HostArray:
     return exact.astype(x.dtype)
 
 
-_HOST: Mapping[str, Callable[..., HostArray]] = MappingProxyType({"erf": _erf})
+def _put(x: HostArray, positions: HostArray, values: HostArray, add: bool) -> HostArray:
+    """A copy of a line of numbers with others at some positions, or added to what is there."""
+    made = np.array(x)
+    if add:
+        np.add.at(made, positions, values)
+    else:
+        made[positions] = values
+    return made
+
+
+_HOST: Mapping[str, Callable[..., HostArray]] = MappingProxyType({"erf": _erf, "put_at": _put})

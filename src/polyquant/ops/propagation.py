@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from polyquant.errors import InvalidArgument
+from polyquant import views
+from polyquant.errors import BlockRank, InvalidArgument, LayoutRefused
 from polyquant.ops.conversion import quantize
 from polyquant.qtensor import QTensor
 from polyquant.tables import CUSTOM
@@ -50,6 +51,25 @@ def _within(flag: bool) -> Iterator[None]:
         yield
     finally:
         _PROPAGATES.reset(token)
+
+
+def gathered(q: Any, indices: Any, axis: int | None, *, keepdims: bool = True) -> QTensor | None:
+    """The codes of ``q`` at some indices along an axis (None: in one line), not quantized again.
+
+    None where ``q`` is no QTensor, or where its scheme has other blocks then.
+    """
+    if not isinstance(q, QTensor):
+        return None
+    try:
+        if axis is None:
+            line = views.gather(views.reshape(q, (-1,)), indices.reshape((1,)), 0)
+            found = views.reshape(line, (1,) * q.ndim if keepdims else ())
+        else:
+            found = views.gather(q, indices, axis)
+            found = found if keepdims else views.squeeze(found, axis)
+    except (LayoutRefused, BlockRank):
+        return None
+    return found if found.scheme == q.scheme else None
 
 
 def quantized_again(result: Any, operands: Sequence[Any]) -> Any:

@@ -10,13 +10,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from enum import StrEnum
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from polyquant.arrays import Array
 from polyquant.errors import InvalidArgument
-from polyquant.ops.operands import Axes, Operands, Roles, broadcast, enter, one_axis, which_axes
-from polyquant.ops.propagation import propagates, quantized_again
+from polyquant.ops.operands import (
+    Axes,
+    Operands,
+    broadcast,
+    check_flag,
+    enter,
+    one_axis,
+    which_axes,
+)
+from polyquant.ops.propagation import gathered, propagates, quantized_again
 
 Declared = TypeVar("Declared", bound=Callable[..., Any])
 Run = Callable[..., Array]
@@ -71,8 +79,7 @@ def unary(run: Run | None = None) -> Decorator:
         @wraps(described)
         def op(x: Any) -> Any:
             entered = enter(name, (("x", x),))
-            result = (run or entered.function(name))(*entered.values)
-            return finish(entered, result, (("x", x),))
+            return finish(entered, (run or entered.function(name))(*entered.arrays()))
 
         return _note(op, described, Kind.FLOAT)
 
@@ -90,14 +97,13 @@ def binary(run: Run | None = None, kind: Kind = Kind.FLOAT) -> Decorator:
 
         @wraps(described)
         def op(a: Any, b: Any) -> Any:
-            roles = (("a", a), ("b", b))
-            entered = enter(name, roles)
+            entered = enter(name, (("a", a), ("b", b)))
             broadcast(name, a, b)
             if run is not None:
-                result = run(*entered.values)
+                result = run(*entered.values())
             else:
-                result = entered.function(name)(*map(entered.array, entered.values))
-            return result if kind is Kind.BOOL else finish(entered, result, roles)
+                result = entered.function(name)(*entered.arrays())
+            return result if kind is Kind.BOOL else finish(entered, result)
 
         return _note(op, described, kind)
 
@@ -116,18 +122,19 @@ def reduction(kind: Kind = Kind.FLOAT, *, run: Run | None = None) -> Decorator:
         @wraps(described)
         def op(x: Any, *, axis: Axes = None, keepdims: bool = False) -> Any:
             entered = enter(name, (("x", x),))
-            axes = which_axes(axis, x.shape) if kind is not Kind.INDEX else _one_or_all(axis, x)
-            check_bool("keepdims", keepdims)
+            axes = which_axes(axis, x.shape, several=kind is not Kind.INDEX)
+            check_flag("keepdims", keepdims)
             if kind in (Kind.VALUES, Kind.INDEX):
                 check_not_empty(name, x.shape, axes)
-            options: dict[str, Any] = {"axis": axes, "keepdims": keepdims}
-            if run is not None:
-                result = run(entered, *entered.values, **options)
-            else:
-                result = entered.function(name)(*entered.values, **options)
-            return (
-                result if kind in (Kind.BOOL, Kind.INDEX) else finish(entered, result, (("x", x),))
-            )
+            (values,) = entered.values()
+            if kind is Kind.VALUES and propagates() and not isinstance(axes, tuple):
+                place = entered.function(f"arg{name}")(values, axis=axes, keepdims=True)
+                exact = gathered(x, place, axes, keepdims=keepdims)
+                if exact is not None:
+                    return exact
+            reduce = entered.function(name) if run is None else partial(run, entered)
+            result = reduce(values, axis=axes, keepdims=keepdims)
+            return result if kind in (Kind.BOOL, Kind.INDEX) else finish(entered, result)
 
         return _note(op, described, kind)
 
@@ -143,32 +150,34 @@ def cumulative(run: Callable[..., Array]) -> Decorator:
         @wraps(described)
         def op(x: Any, axis: int | None) -> Any:
             entered = enter(name, (("x", x),))
-            (values,) = entered.values
-            if axis is None:
-                values, axis = entered.xp.reshape(values, (-1,)), 0
-            result = run(entered, values, one_axis(axis, values.shape))
-            return finish(entered, result, (("x", x),))
+            along = 0 if axis is None else one_axis(axis, x.shape)
+            (values,) = entered.values()
+            values = entered.xp.reshape(values, (-1,)) if axis is None else values
+            return finish(entered, run(entered, values, along))
 
         return _note(op, described, Kind.FLOAT)
 
     return declare
 
 
-def finish(entered: Operands, result: Array, roles: Roles, *, product: bool = False) -> Any:
+def finish(entered: Operands, result: Array, *, product: bool = False) -> Any:
     """A float result in its dtype; quantized again where that is asked for.
 
     ``product``: a float array beside the quantized operand does not keep the result from it.
     """
     result = entered.xp.astype(result, entered.kind, copy=False)
     if propagates() and (product or not entered.has_floats):
-        return quantized_again(result, [x for _, x in roles])
+        return quantized_again(result, entered.given)
     return result
 
 
-def check_bool(name: str, flag: Any) -> None:
-    """Refuse what is not True or False. Raises InvalidArgument."""
-    if not isinstance(flag, bool):
-        raise InvalidArgument(name=name, wanted="True or False", got=flag)
+def picked(entered: Operands, values: Array, places: Array, axis: int) -> Any:
+    """The numbers at some places along an axis; under propagation their codes, if they can be."""
+    if propagates():
+        exact = gathered(entered.given[0], places, axis)
+        if exact is not None:
+            return exact
+    return finish(entered, entered.xp.take_along_axis(values, places, axis=axis))
 
 
 def check_not_empty(op: str, shape: Any, axes: Axes) -> None:
@@ -177,10 +186,6 @@ def check_not_empty(op: str, shape: Any, axes: Axes) -> None:
     if any(shape[a] == 0 for a in over):
         wanted = f"a tensor with numbers along the axes that {op} goes over"
         raise InvalidArgument(name="x", wanted=wanted, got=tuple(shape))
-
-
-def _one_or_all(axis: Any, x: Any) -> int | None:
-    return None if axis is None else one_axis(axis, x.shape)
 
 
 def _note(op: Any, described: Declared, kind: Kind) -> Declared:

@@ -62,6 +62,10 @@ def _move(array: Any, device: str) -> Any:
     return jax.device_put(array, _found()[device])
 
 
+def _put(line: Any, positions: Any, values: Any, add: bool) -> Any:
+    return line.at[positions].add(values) if add else line.at[positions].set(values)
+
+
 BACKEND = Backend(
     name="jax",
     is_array=lambda x: isinstance(x, jax.Array),
@@ -78,7 +82,7 @@ BACKEND = Backend(
         "cpu": ("polyquant.backends.definition",),
         "*": ("polyquant.backends.jax.accelerators",),
     },
-    functions={"erf": jax.scipy.special.erf},
+    functions={"erf": jax.scipy.special.erf, "put_at": _put},
 )
 
 

@@ -39,4 +39,5 @@ BACKEND = Backend(
     move=_from_host,
     facts=lambda x: (x.__class__, x.dtype, x.shape),
     kernels={"cpu": ("polyquant.backends.definition",)},
+    functions={"clip": np.clip},
 )

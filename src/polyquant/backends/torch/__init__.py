@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import lru_cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -94,6 +95,18 @@ def _facts(array: torch.Tensor) -> Hashable:
     return array.__class__, array.dtype, array.shape, array.device
 
 
+def _clip(x: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
+    """Within bounds, each a number, a tensor or None; torch itself wants both of one kind."""
+    x = x if low is None else torch.clamp(x, min=low)
+    return x if high is None else torch.clamp(x, max=high)
+
+
+def _put(
+    line: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, add: bool
+) -> torch.Tensor:
+    return line.index_put((positions,), values, accumulate=add)
+
+
 BACKEND = Backend(
     name="torch",
     is_array=lambda x: isinstance(x, torch.Tensor),
@@ -107,5 +120,5 @@ BACKEND = Backend(
     move=_move,
     facts=_facts,
     kernels={"cpu": ("polyquant.backends.definition",), "*": ("polyquant.backends.definition",)},
-    functions={"erf": torch.special.erf},
+    functions={"erf": torch.special.erf, "clip": _clip, "put_at": _put},
 )
