@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
-from polyquant.arrays import Array, find_backend, namespace
+from polyquant.arrays import Array, backend_of, find_backend, namespace
 from polyquant.dispatch import (
     as_right_operand,
     check_one_device,
@@ -19,6 +19,7 @@ from polyquant.dispatch import (
 from polyquant.errors import ShapeMismatch
 from polyquant.inputs import check_float
 from polyquant.ops.conversion import check_kernel_name, float_dtype, quantize
+from polyquant.ops.propagation import propagates, quantized_again
 from polyquant.qtensor import QTensor
 
 _Plan = tuple[Callable[..., Array], Any]
@@ -37,15 +38,16 @@ def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) 
         NoKernel, KernelRefused: all before any work.
     """
     if out_dtype is not None or kernel is not None:
-        run, native = _plan_product(a, b, out_dtype, kernel)
-        return run(a, b, native)
-    key = (facts_of(a), facts_of(b))
-    plan = plans().get(key)
-    if plan is None:
-        plan = _plan_product(a, b, None, None)
-        if None not in key:
-            _remember(key, plan)
-    return plan[0](a, b, plan[1])
+        plan = _plan_product(a, b, out_dtype, kernel)
+    else:
+        key = (facts_of(a), facts_of(b))
+        plan = plans().get(key)
+        if plan is None:
+            plan = _plan_product(a, b, None, None)
+            if None not in key:
+                _remember(key, plan)
+    result = plan[0](a, b, plan[1])
+    return quantized_again(result, (a, b)) if propagates() else result
 
 
 def _plan_product(a: Any, b: Any, out_dtype: Any, kernel: str | None) -> _Plan:
@@ -92,22 +94,47 @@ def linear(x: Any, weight: Any, bias: Any = None, *, activations: Any = None) ->
 
     The result has the dtype of ``x`` (float32 if ``x`` is quantized). Raises what matmul raises.
     """
+    check_linear(x, weight, bias)
+    result = multiply_and_add(x, weight, bias, activations)
+    return quantized_again(result, (x, weight)) if propagates() else result
+
+
+def check_linear(x: Any, weight: Any, bias: Any) -> None:
+    """Refuse operands that linear cannot take: devices, shapes, dtypes."""
     roles = [("x", x), ("weight", weight)]
     check_one_device("linear", roles if bias is None else [*roles, ("bias", bias)])
-    transposed = as_right_operand(x, weight)
-    check_product("linear", x.shape, transposed.shape)
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+    check_product("linear", x.shape, as_right_operand(x, weight).shape)
+    for role, side in roles:
+        if not isinstance(side, QTensor):
+            check_real(role, side, integers=False)
+    if bias is None:
+        return
+    if tuple(bias.shape) != (weight.shape[0],):
         reason = f"the bias must be of shape ({weight.shape[0]},)"
         shapes = (tuple(weight.shape), tuple(bias.shape))
         raise ShapeMismatch(op="linear", left=shapes[0], right=shapes[1], reason=reason)
+    check_float("bias", bias)
+
+
+def multiply_and_add(x: Any, weight: Any, bias: Any, activations: Any) -> Array:
+    """``linear`` of operands that were checked, by the kernels for plain ones."""
+    transposed = weight.mT
     native = _result_dtype(x, transposed, None)
     left = x if activations is None else quantize(x, activations)
     if bias is None:
-        return matmul(left, transposed, out_dtype=native)
-    check_float("bias", bias)
+        return multiply(left, transposed, native)
     xp = namespace(bias)
     wide = xp.float64 if native == xp.float64 else xp.float32
-    return xp.astype(matmul(left, transposed, out_dtype=wide) + xp.astype(bias, wide), native)
+    return xp.astype(multiply(left, transposed, wide) + xp.astype(bias, wide), native)
+
+
+def multiply(a: Any, b: Any, native: Any) -> Array:
+    """The product of two operands that were checked, by the kernels for plain ones."""
+    side = a if isinstance(a, QTensor) else b
+    array, device = (side.data, side.device) if isinstance(side, QTensor) else (side, None)
+    owner = backend_of(array)
+    problem = matmul_problem(a, b, device or owner.device_of(array))
+    return choose(owner.name, problem).run(a, b, native)
 
 
 def operator_matmul(a: Any, b: Any) -> Any:
