@@ -58,6 +58,7 @@ SLUGS = [
     "scale-argument",
     "scale-shape",
     "shape-mismatch",
+    "state-mismatch",
     "table-invalid",
     "table-length",
     "table-mismatch",

@@ -383,6 +383,15 @@ class UnsupportedVersion(PolyquantError, ValueError):
     )
 
 
+class StateMismatch(PolyquantError, ValueError):
+    """A state dict that holds another tensor than the module it is loaded into."""
+
+    message = (
+        "The module holds {name} as {wanted}; what the state dict holds is {got}. Make the module "
+        "with the same scheme first, e.g. with quantize_, and then load."
+    )
+
+
 # -- files ------------------------------------------------------------------------------------
 
 

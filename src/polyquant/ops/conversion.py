@@ -146,9 +146,15 @@ def check_kernel_name(kernel: Any) -> None:
 
 def dequantize(q: QTensor, kind: Any = None) -> Array:
     """The values of ``q`` as an array: see QTensor.dequantize."""
+    return decode(
+        q, None if kind is None else float_dtype(q.data, kind, "The result of dequantize")
+    )
+
+
+def decode(q: QTensor, native: Any) -> Array:
+    """The values in a dtype of the library (None: float32), by the kernels for plain tensors."""
     owner = backend_of(q.data)
     problem = one_operand_problem("dequantize", q, q.device)
-    native = None if kind is None else float_dtype(q.data, kind, "The result of dequantize")
     with np.errstate(all="ignore"):
         return choose(owner.name, problem).run(q, native)
 

@@ -37,15 +37,13 @@ def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) 
         BackendMismatch, DeviceMismatch, ShapeMismatch, NotFloat, NotAnArray, UnsupportedDtype,
         NoKernel, KernelRefused: all before any work.
     """
-    if out_dtype is not None or kernel is not None:
+    plan = None
+    if out_dtype is None and kernel is None:
+        plan = plans().get((facts_of(a), facts_of(b)))
+    if plan is None:
         plan = _plan_product(a, b, out_dtype, kernel)
-    else:
-        key = (facts_of(a), facts_of(b))
-        plan = plans().get(key)
-        if plan is None:
-            plan = _plan_product(a, b, None, None)
-            if None not in key:
-                _remember(key, plan)
+        if out_dtype is None and kernel is None:
+            _remember((facts_of(a), facts_of(b)), plan)
     result = plan[0](a, b, plan[1])
     return quantized_again(result, (a, b)) if propagates() else result
 
@@ -65,7 +63,9 @@ def plans() -> dict[Hashable, _Plan]:
     return {}
 
 
-def _remember(key: Hashable, plan: _Plan) -> None:
+def _remember(key: tuple[Hashable, ...], plan: _Plan) -> None:
+    if None in key:
+        return
     if len(plans()) >= _MOST_PLANS:
         plans().clear()
     plans()[key] = plan
