@@ -41,6 +41,13 @@ def flattened(called: str, given: Arguments) -> Arguments:
     return given | {name: given[name].reshape((-1,)), "axis": 0}
 
 
+def counted(called: str, given: Arguments) -> Arguments:
+    """How often each entry comes, as numbers and not an array; an axis of None means all as one."""
+    repeats = given["repeats"]
+    given = given | {"repeats": repeats.tolist() if hasattr(repeats, "tolist") else repeats}
+    return flattened(called, given)
+
+
 def cuts(*, equal: bool = False) -> Before:
     """Sections, or indices to cut at, as the sizes of the pieces. Raises InvalidArgument."""
 

@@ -85,7 +85,7 @@ def _plan(library: str, function: Hashable) -> _Plan | _Choice | None:
     found = functions(library).get(function)
     if isinstance(found, Overloads):
         return _Choice(tuple(map(_planned, found.forms)), found.choose)
-    return None if found is None or not hasattr(operations(), found.op) else _planned(found)
+    return None if found is None else _planned(found)
 
 
 def _planned(call: Call) -> _Plan:
@@ -93,7 +93,7 @@ def _planned(call: Call) -> _Plan:
     also = getattr(operations(), call.also) if call.also else None
     own = inspect.signature(run).parameters.values()
     required = tuple(p.name for p in own if p.default is inspect.Parameter.empty)
-    as_it_is = not (call.before or call.also or call.after)
+    as_it_is = not (call.before or call.also or call.after) and len(required) > 1
     most = _shared(call, own) if as_it_is else 0
     return _Plan(call, run, also, required, len(required), most)
 
@@ -172,15 +172,17 @@ def _fact(library: str, function: Any, args: Sequence[Any], kwargs: Mapping[str,
     fact = _module(library).FACTS.get(function)
     if fact is not None and len(args) == 1 and not kwargs:
         return getattr(args[0], fact)
-    name = getattr(function, "__name__", str(function))
-    if name == "__getitem__":
+    called = _module(library).name_of(function)
+    quantized = next((x for x in _operands(args, kwargs) if isinstance(x, QTensor)), None)
+    if called.endswith("__getitem__"):
         wanted = "whole numbers, booleans or slices, which a quantized tensor does not hold"
-        got = next(x for x in _operands(args, kwargs) if isinstance(x, QTensor))
-        raise InvalidArgument(name="An index", wanted=wanted, got=got)
-    owner = getattr(function, "__objclass__", None)  # a method written in C
-    module = library if owner is not None else getattr(function, "__module__", None) or library
+        raise InvalidArgument(name="An index", wanted=wanted, got=quantized)
+    if called.endswith("_") and not called.endswith("__"):
+        # Not a TypeError, after which Python would add `x += q` up in a new tensor.
+        wanted = "plain, such as q.dequantize(), where it changes a tensor in place"
+        raise InvalidArgument(name=f"What comes to {called}", wanted=wanted, got=quantized)
     known = ", ".join(sorted({call.op for call in calls(library)}))
-    raise UnsupportedFunction(function=f"{module}.{name}", known=f"what pq.ops does ({known})")
+    raise UnsupportedFunction(function=called, known=f"what pq.ops does ({known})")
 
 
 def _check_library(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import index
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from polyquant.calls import Row, call, table
-from polyquant.calls.adapt import along, cuts, fixed, flattened, only_axis, ranked
+from polyquant.calls import Arguments, Row, call, table
+from polyquant.calls.adapt import along, counted, cuts, fixed, flattened, only_axis, ranked
+from polyquant.errors import InvalidAxes
 
 #: What every ufunc takes after its operands; NumPy itself drops out=None.
 _UFUNC = "out! where!True casting!'same_kind' order!'K' dtype! subok!True signature!"
@@ -18,6 +20,18 @@ _EXTREMUM = "x:a axis out! keepdims initial! where!True"
 _TRUTH = "x:a axis out! keepdims where!True"
 _CUMULATIVE = "x axis=None dtype! out! include_initial!False"
 _JOIN = "axis out! dtype! casting!'same_kind'"
+
+
+def _new_axes(called: str, given: Arguments) -> Arguments:
+    """Axes of extent 1 at those places of the result. Raises InvalidAxes."""
+    q, asked = given["q"], given["axis"]
+    axes = tuple(asked) if isinstance(asked, list | tuple) else (asked,)
+    rank = q.ndim + len(axes)
+    places = {index(axis) % rank for axis in axes if -rank <= index(axis) < rank}
+    if len(places) != len(axes):
+        raise InvalidAxes(got=asked, rank=rank, shape=q.shape)
+    return {"q": q, "key": tuple(None if n in places else slice(None) for n in range(rank))}
+
 
 #: ufuncs of one and of two operands -> the operation.
 _UNARY = (
@@ -58,7 +72,7 @@ _BINARY = (
     ("greater_equal", "greater_equal"),
 )
 
-_ROWS: tuple[Row, ...] = (
+ROWS: tuple[Row, ...] = (
     *((name, call(op, f"x {_UFUNC}")) for name, op in _UNARY),
     *((name, call(op, f"a:x1 b:x2 {_UFUNC}")) for name, op in _BINARY),
     # -- products
@@ -99,10 +113,10 @@ _ROWS: tuple[Row, ...] = (
     ("swapaxes", call("swapaxes", "q:a axis1 axis2")),
     ("moveaxis", call("moveaxis", "q:a source destination")),
     ("squeeze", call("squeeze", "q:a axis")),
-    ("expand_dims", call("unsqueeze", "q:a axis")),
+    ("expand_dims", call("index", "q:a ~axis", _new_axes)),
     ("flip", call("flip", "q:m axis")),
     ("broadcast_to", call("expand", "q:array shape subok?")),
-    ("repeat", call("repeat", "q:a repeats axis=None", flattened)),
+    ("repeat", call("repeat", "q:a repeats axis=None", counted)),
     ("tile", call("tile", "q:A reps")),
     ("take", call("take", "q:a indices axis=None out! mode!'raise'", flattened)),
     ("take_along_axis", call("gather", "q:arr indices axis=-1", along)),
@@ -112,8 +126,13 @@ _ROWS: tuple[Row, ...] = (
     ("stack", call("stack", f"tensors:arrays {_JOIN}")),
 )
 
-FUNCTIONS = table(np, _ROWS, aliases={})
+FUNCTIONS = table(np, ROWS, aliases={})
 #: Functions that ask for a fact -> the attribute.
 FACTS: Mapping[Any, str] = MappingProxyType(
     {np.shape: "shape", np.ndim: "ndim", np.size: "size"},
 )
+
+
+def name_of(function: Any) -> str:
+    """The name of any function, for messages."""
+    return f"{getattr(function, '__module__', None) or 'numpy'}.{function.__name__}"

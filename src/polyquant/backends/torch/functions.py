@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from polyquant.calls import Arguments, Overloads, Row, call, table
-from polyquant.calls.adapt import along, cuts, fixed, flattened, ranked
+from polyquant.calls.adapt import along, counted, cuts, fixed, flattened, ranked
 from polyquant.errors import InvalidArgument, ShapeMismatch, UnsupportedFunction
 
 
@@ -157,7 +157,7 @@ _BINARY = (
     ("ge greater_equal", "greater_equal"),
 )
 
-_ROWS: tuple[Row, ...] = (
+ROWS: tuple[Row, ...] = (
     *((names, call(op, "x:input out!")) for names, op in _UNARY),
     *((_methods(names), call(op, _PAIR)) for names, op in _BINARY),
     (_methods("add"), call("add", f"{_PAIR} alpha!1")),
@@ -249,7 +249,7 @@ _ROWS: tuple[Row, ...] = (
     ("tile", call("tile", "q:input reps:dims")),
     (
         "repeat_interleave",
-        call("repeat", "q:input repeats axis:dim=None output_size?", flattened),
+        call("repeat", "q:input repeats axis:dim=None output_size?", counted),
     ),
     ("narrow", call("narrow", "q:input axis:dim start length")),
     ("select", call("index", "q:input axis:dim ~place:index", _select)),
@@ -263,7 +263,7 @@ _ROWS: tuple[Row, ...] = (
         "tensor_split",
         call(
             "split",
-            "q:input ~cuts:indices_or_sections axis:dim ~cuts:sections ~cuts:indices",
+            "q:input ~cuts:sections axis:dim ~cuts:indices ~cuts:tensor_indices_or_sections",
             cuts(),
         ),
     ),
@@ -272,6 +272,11 @@ _ROWS: tuple[Row, ...] = (
 )
 
 #: torch takes NumPy's names of some parameters, in every function.
-FUNCTIONS = table(torch, _ROWS, aliases={"axis": "dim", "keepdims": "keepdim"})
+FUNCTIONS = table(torch, ROWS, aliases={"axis": "dim", "keepdims": "keepdim"})
 #: Functions that ask for a fact -> the attribute.
 FACTS: Mapping[Any, str] = MappingProxyType({torch.numel: "size"})
+
+
+def name_of(function: Any) -> str:
+    """The name of any function or method, for messages."""
+    return torch.overrides.resolve_name(function) or str(function)
