@@ -3,7 +3,8 @@
 Operands are QTensors, arrays of the same device, and Python's or NumPy's numbers. Results are
 arrays of the operands' library: in the dtype of the float arrays among the operands, float32 where
 there are none (integers and booleans count as float32), unless a docstring says bool or int. Under
-``pq.propagation("propagate")`` float results are quantized again.
+``pq.propagation("propagate")`` float results are quantized again, but for those of where,
+mask_fill, scatter and assign: what they do not replace stays as it is.
 
 All raise NotAnArray, NotFloat, BackendMismatch, DeviceMismatch, ShapeMismatch and InvalidAxes
 before any work.
@@ -17,7 +18,7 @@ from typing import Any
 from polyquant.arrays import Array
 from polyquant.ops.lacking import running
 from polyquant.ops.operands import Axes, Operands, broadcast, check_mask, enter, fits_into
-from polyquant.ops.table import Kind, binary, cumulative, finish, reduction, row, unary
+from polyquant.ops.table import Kind, as_result, binary, cumulative, finish, reduction, row, unary
 
 __all__ = [
     "abs",
@@ -371,7 +372,7 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Array:
     return finish(entered, values)
 
 
-@row(Kind.FLOAT)
+@row(Kind.ARRAY)
 def where(mask: Any, a: Any, b: Any) -> Array:
     """The numbers of ``a`` where ``mask`` (an array of booleans) is true, else those of ``b``."""
     roles = (("a", a), ("b", b))
@@ -379,10 +380,10 @@ def where(mask: Any, a: Any, b: Any) -> Array:
     entered = enter("where", roles, beside=(("mask", mask),))
     broadcast("where", mask, a, b)
     result = entered.xp.where(mask, *entered.arrays())
-    return finish(entered, result)
+    return as_result(entered, result)
 
 
-@row(Kind.FLOAT)
+@row(Kind.ARRAY)
 def mask_fill(x: Any, mask: Any, value: Any) -> Array:
     """``x``, with ``value`` where ``mask`` (an array of booleans) is true; both fit into ``x``."""
     roles = (("x", x), ("value", value))
@@ -390,4 +391,4 @@ def mask_fill(x: Any, mask: Any, value: Any) -> Array:
     entered = enter("mask_fill", roles, beside=(("mask", mask),))
     fits_into("mask_fill", x, mask, value)
     kept, filled = entered.arrays()
-    return finish(entered, entered.xp.where(mask, filled, kept))
+    return as_result(entered, entered.xp.where(mask, filled, kept))

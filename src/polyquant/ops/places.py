@@ -34,7 +34,7 @@ from polyquant.ops.operands import (
     one_axis,
 )
 from polyquant.ops.propagation import propagates
-from polyquant.ops.table import Kind, finish, picked, row
+from polyquant.ops.table import Kind, as_result, finish, picked, row
 from polyquant.qtensor import QTensor
 
 __all__ = ["argsort", "argtopk", "assign", "embedding", "scatter", "sort", "topk"]
@@ -95,7 +95,7 @@ def _largest(entered: Operands, k: Any, axis: int) -> tuple[Array, Array, int]:
 # -- put in -----------------------------------------------------------------------------------
 
 
-@row(Kind.FLOAT)
+@row(Kind.ARRAY)
 def scatter(x: Any, axis: int, indices: Any, values: Any, *, reduce: str = "add") -> Array:
     """A copy of ``x`` with values put, or added, at indices along an axis.
 
@@ -119,7 +119,7 @@ def scatter(x: Any, axis: int, indices: Any, values: Any, *, reduce: str = "add"
     return _put(entered, flat_positions(namespace(places), places, shape, along), add=add)
 
 
-@row(Kind.FLOAT)
+@row(Kind.ARRAY)
 def assign(x: Any, key: Any, values: Any, *, reduce: str = "set") -> Array:
     """A copy of ``x`` after ``x[key] = values``, or after ``x[key] += values``.
 
@@ -152,7 +152,9 @@ def _put(entered: Operands, positions: Array, *, add: bool) -> Any:
     xp, (x, values) = entered.xp, entered.arrays()
     line, at = xp.reshape(x, (-1,)), xp.reshape(positions, (-1,))
     spread = xp.reshape(xp.broadcast_to(values, positions.shape), (-1,))
-    return finish(entered, xp.reshape(entered.function("put_at")(line, at, spread, add), x.shape))
+    return as_result(
+        entered, xp.reshape(entered.function("put_at")(line, at, spread, add), x.shape)
+    )
 
 
 def _positions(entered: Operands, shape: tuple[int, ...], key: Any) -> Array:

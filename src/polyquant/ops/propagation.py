@@ -30,9 +30,9 @@ def propagation(mode: str) -> AbstractContextManager[None]:
             max, min, sort and topk keep their exact numbers where the scheme can. "inhibit", the
             default: float results are arrays.
 
-    Comparisons, ``any``, ``all`` and ``arg...`` give bool and int always. An element-wise op of a
-    QTensor and a float array stays float; products and convolutions of the two do not. The mode is
-    of the thread or task that entered it.
+    Comparisons, ``any``, ``all`` and ``arg...`` give bool and int always; where, mask_fill, scatter
+    and assign give arrays, and so does any element-wise op of a QTensor and an array. (A product or
+    convolution of the two is quantized.) The mode is of the thread or task that entered it.
 
     Raises InvalidArgument. Under "propagate" an op also raises what quantizing its result raises:
     BlockRank (fewer axes than the block), NegativeInput, NonFiniteInput.

@@ -41,6 +41,7 @@ class Kind(StrEnum):
 
     FLOAT = "float"  # computed numbers, quantized again
     VALUES = "values"  # numbers of the operand, whose codes are gathered
+    ARRAY = "array"  # numbers of the operand with others put in: always an array, so they stay
     BOOL = "bool"
     INDEX = "index"
 
@@ -165,10 +166,15 @@ def finish(entered: Operands, result: Array, *, product: bool = False) -> Any:
 
     ``product``: a float array beside the quantized operand does not keep the result from it.
     """
-    result = entered.xp.astype(result, entered.kind, copy=False)
+    result = as_result(entered, result)
     if propagates() and (product or not entered.has_floats):
         return quantized_again(result, entered.given)
     return result
+
+
+def as_result(entered: Operands, result: Array) -> Array:
+    """A float result in its dtype, whatever the mode of propagation."""
+    return entered.xp.astype(result, entered.kind, copy=False)
 
 
 def picked(entered: Operands, values: Array, places: Array, axis: int) -> Any:
