@@ -38,6 +38,7 @@ check: lint test ## All that continuous integration runs
 bench: $(VENV)/installed-dev ## Measure this machine; writes benchmarks/results/
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/dispatch.py
 	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/quantize.py
+	@OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/minilm.py
 
 docs: $(VENV)/installed-dev ## Write the generated pages and tables anew
 	@$(BIN)/python scripts/generate.py

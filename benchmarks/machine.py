@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("polyquant", "numpy", "torch", "jax", "ml_dtypes")
+PACKAGES = ("polyquant", "numpy", "torch", "jax", "ml_dtypes", "transformers")
 
 
 def write_results(path: Path, rows: list[dict[str, Any]]) -> None:

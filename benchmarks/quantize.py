@@ -86,13 +86,13 @@ def on_device(array: np.ndarray[Any, Any], device: str) -> Any:
     return torch.from_numpy(array).to(device.partition(":")[2])
 
 
-def medians_s(*calls: Callable[[], Any]) -> list[float]:
+def medians_s(*calls: Callable[[], Any], least: int = MIN_ROUNDS) -> list[float]:
     """The median time of each call, timed in turn, after one round that does not count."""
     times: list[list[float]] = [[] for _ in calls]
     clock = time.thread_time if one_thread() else time.perf_counter
     begin = clock()
     for count in range(ROUNDS + 1):
-        if count > MIN_ROUNDS and clock() - begin > LIMIT_S:
+        if count > least and clock() - begin > LIMIT_S:
             break
         for call, kept in zip(calls, times, strict=True):
             start = clock()

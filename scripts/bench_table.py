@@ -1,4 +1,4 @@
-"""The benchmark section of the README, from the committed results of benchmarks/."""
+"""The benchmark sections of the README, from the committed results of benchmarks/."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 def section() -> str:
     """Both tables, each with the machine and the date that it was measured on."""
-    quantize, dispatch = (
-        json.loads((RESULTS / name).read_text(encoding="utf-8"))
-        for name in ("quantize.json", "dispatch.json")
-    )
+    quantize, dispatch = _results("quantize.json"), _results("dispatch.json")
     extent = quantize["rows"][0]["shape"][0]
     return markdown.page(
         [
@@ -28,6 +25,41 @@ def section() -> str:
             f"{origin(dispatch)}",
             overhead(dispatch["rows"]),
         ]
+    )
+
+
+def model() -> str:
+    """A real model with quantized linear layers beside itself in float32."""
+    found = _results("minilm.json")
+    first, version = found["rows"][0], found["versions"]["transformers"]
+    batch, tokens = first["batch"]
+    text = (
+        f"Cosines are between the embeddings of {first['sentences']} sentences of Python's "
+        f"reference in the two models; the time is that of a batch of {batch} sentences, padded to "
+        f"{tokens} tokens. {origin(found)} transformers {version}."
+    )
+    return markdown.page([text, fidelity(found["rows"])])
+
+
+def fidelity(rows: list[dict[str, Any]]) -> str:
+    """What each scheme saves and costs; the first row is the float32 model against itself."""
+    head = ["scheme", "bits", "linear weights, MB", "model, MB"]
+    head += ["cosine: mean", "lowest", "ours / f32, ms", "ratio"]
+    return table(
+        head,
+        [
+            [
+                f"`{row['scheme']}`",
+                f"{row['bits_per_element']:.2f}",
+                f"{row['linear_bytes'] / 1e6:.1f}",
+                f"{row['model_bytes'] / 1e6:.1f}",
+                f"{row['cosine_mean']:.4f}",
+                f"{row['cosine_min']:.4f}",
+                f"{row['ours_ms']:.0f} / {row['f32_ms']:.0f}",
+                f"{row['ratio']:.2f}",
+            ]
+            for row in rows
+        ],
     )
 
 
@@ -63,6 +95,11 @@ def overhead(rows: list[dict[str, Any]]) -> str:
             for row in rows
         ],
     )
+
+
+def _results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
 
 
 def origin(found: dict[str, Any]) -> str:
