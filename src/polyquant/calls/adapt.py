@@ -9,7 +9,7 @@ from typing import Any
 
 from polyquant.arrays import namespace
 from polyquant.calls import Arguments, Before
-from polyquant.errors import InvalidArgument, ShapeMismatch
+from polyquant.errors import InvalidArgument, InvalidAxes, ShapeMismatch
 
 
 def fixed(**more: Any) -> Before:
@@ -41,6 +41,13 @@ def flattened(called: str, given: Arguments) -> Arguments:
     return given | {name: given[name].reshape((-1,)), "axis": 0}
 
 
+def joined(called: str, given: Arguments) -> Arguments:
+    """An axis of None joins the tensors, each of them in one line."""
+    if given.get("axis", 0) is not None:
+        return given
+    return {"tensors": [tensor.reshape((-1,)) for tensor in given["tensors"]], "axis": 0}
+
+
 def counted(called: str, given: Arguments) -> Arguments:
     """How often each entry comes, as numbers and not an array; an axis of None means all as one."""
     repeats = given["repeats"]
@@ -52,14 +59,24 @@ def cuts(*, equal: bool = False) -> Before:
     """Sections, or indices to cut at, as the sizes of the pieces. Raises InvalidArgument."""
 
     def before(called: str, given: Arguments) -> Arguments:
-        axis = index(given.get("axis", 0))
-        length = given["q"].shape[axis]
+        q, axis = given["q"], whole(f"The axis of {called}", given.get("axis", 0))
+        if not -q.ndim <= axis < q.ndim:
+            raise InvalidAxes(got=axis, rank=q.ndim, shape=tuple(q.shape))
+        length = q.shape[axis]
         asked = given["cuts"]
         sizes = _sections(called, asked, length, equal=equal) if _is_one(asked) else None
         sizes = _between(called, asked, length) if sizes is None else sizes
-        return {"q": given["q"], "sizes": sizes, "axis": axis}
+        return {"q": q, "sizes": sizes, "axis": axis}
 
     return before
+
+
+def whole(name: str, number: Any) -> int:
+    """A whole number of any kind. Raises InvalidArgument."""
+    try:
+        return index(number)
+    except TypeError as error:
+        raise InvalidArgument(name=name, wanted="a whole number", got=number) from error
 
 
 def _is_one(thing: Any) -> bool:
@@ -67,20 +84,21 @@ def _is_one(thing: Any) -> bool:
 
 
 def _sections(called: str, asked: Any, length: int, *, equal: bool) -> list[int]:
-    count = index(asked)
+    name = f"The number of sections of {called}"
+    count = whole(name, asked)
     if count < 1 or (equal and length % count):
         wanted = f"1 or more, and a divisor of the axis' {length} places" if equal else "1 or more"
-        raise InvalidArgument(name=f"The number of sections of {called}", wanted=wanted, got=count)
+        raise InvalidArgument(name=name, wanted=wanted, got=count)
     small, larger = divmod(length, count)
     return [small + 1] * larger + [small] * (count - larger)
 
 
 def _between(called: str, asked: Any, length: int) -> list[int]:
-    places = [index(place) for place in asked]
+    places = [whole(f"A place where {called} cuts", place) for place in asked]
     inside = [min(max(p + length if p < 0 else p, 0), length) for p in places]
     if inside != sorted(inside):
-        wanted = "in ascending order"
-        raise InvalidArgument(name=f"The places where {called} cuts", wanted=wanted, got=places)
+        name = f"The places where {called} cuts"
+        raise InvalidArgument(name=name, wanted="in ascending order", got=places)
     return [stop - start for start, stop in pairwise([0, *inside, length])]
 
 
@@ -90,7 +108,9 @@ def along(called: str, given: Arguments) -> Arguments:
     (The operation, like torch.gather, takes fewer indices than places and broadcasts nothing.)
     """
     given = flattened(called, given)
-    q, indices, axis = given["q"], given["indices"], index(given["axis"])
+    q, indices, axis = given["q"], given["indices"], whole(f"The axis of {called}", given["axis"])
+    if not hasattr(indices, "shape"):
+        return given
     left, right = tuple(q.shape), tuple(indices.shape)
     if len(left) != len(right):
         reason = "the indices need as many axes as the tensor"

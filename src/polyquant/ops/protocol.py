@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from polyquant.arrays import BACKENDS, find_backend
 from polyquant.calls import Arguments, Call, Functions, Overloads
-from polyquant.errors import InvalidArgument, UnsupportedFunction
+from polyquant.errors import InvalidArgument, InvalidIndex, UnsupportedFunction
 from polyquant.methods import operations
+from polyquant.ops.compiled import compiled, is_compiling
 from polyquant.qtensor import QTensor
 
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
@@ -47,9 +48,11 @@ def array_function(
 ) -> Any:
     """A function of an array library called with a QTensor among its arguments.
 
-    ``method`` is that of a ufunc. Raises UnsupportedFunction, InvalidArgument (a tensor of another
-    library alone, or as an index), and what the operation raises.
+    ``method`` is that of a ufunc. Raises UnsupportedFunction, InvalidArgument (no tensor of
+    the library, or a change in place), InvalidIndex, and what the operation raises.
     """
+    if is_compiling():
+        return compiled().array_function(function, args, kwargs or {})
     plan = _plan(library, function)
     if (
         isinstance(plan, _Plan)
@@ -126,6 +129,10 @@ def _called(
         raise UnsupportedFunction(function=f"{call.called}.{method}", known=f"{call.called} itself")
     _check_library(library, call.called, args, kwargs)
     given = _bind(call, args, kwargs)
+    if "q" in given and not isinstance(given["q"], QTensor):
+        wanted = "a QTensor, and not an array with a QTensor among the other arguments"
+        got = type(given["q"]).__name__
+        raise InvalidArgument(name=f"The operand of {call.called}", wanted=wanted, got=got)
     if call.before is not None:
         given = call.before(call.called, given)
     missing = [name for name in plan.required if name not in given]
@@ -175,8 +182,8 @@ def _fact(library: str, function: Any, args: Sequence[Any], kwargs: Mapping[str,
     called = _module(library).name_of(function)
     quantized = next((x for x in _operands(args, kwargs) if isinstance(x, QTensor)), None)
     if called.endswith("__getitem__"):
-        wanted = "whole numbers, booleans or slices, which a quantized tensor does not hold"
-        raise InvalidArgument(name="An index", wanted=wanted, got=quantized)
+        reason = "an index is of integers or booleans, which quantized numbers are not"
+        raise InvalidIndex(index=quantized, shape=tuple(args[0].shape), reason=reason)
     if called.endswith("_") and not called.endswith("__"):
         # Not a TypeError, after which Python would add `x += q` up in a new tensor.
         wanted = "plain, such as q.dequantize(), where it changes a tensor in place"

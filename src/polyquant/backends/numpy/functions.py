@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import index
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from polyquant.calls import Arguments, Row, call, table
-from polyquant.calls.adapt import along, counted, cuts, fixed, flattened, only_axis, ranked
+from polyquant.calls.adapt import (
+    along,
+    counted,
+    cuts,
+    fixed,
+    flattened,
+    joined,
+    only_axis,
+    ranked,
+    whole,
+)
 from polyquant.errors import InvalidAxes
 
 #: What every ufunc takes after its operands; NumPy itself drops out=None.
@@ -25,9 +34,10 @@ _JOIN = "axis out! dtype! casting!'same_kind'"
 def _new_axes(called: str, given: Arguments) -> Arguments:
     """Axes of extent 1 at those places of the result. Raises InvalidAxes."""
     q, asked = given["q"], given["axis"]
-    axes = tuple(asked) if isinstance(asked, list | tuple) else (asked,)
+    given_axes = asked if isinstance(asked, list | tuple) else (asked,)
+    axes = [whole(f"The axis of {called}", axis) for axis in given_axes]
     rank = q.ndim + len(axes)
-    places = {index(axis) % rank for axis in axes if -rank <= index(axis) < rank}
+    places = {axis % rank for axis in axes if -rank <= axis < rank}
     if len(places) != len(axes):
         raise InvalidAxes(got=asked, rank=rank, shape=q.shape)
     return {"q": q, "key": tuple(None if n in places else slice(None) for n in range(rank))}
@@ -122,7 +132,7 @@ ROWS: tuple[Row, ...] = (
     ("take_along_axis", call("gather", "q:arr indices axis=-1", along)),
     ("split", call("split", "q:ary ~cuts:indices_or_sections axis", cuts(equal=True), after=list)),
     ("array_split", call("split", "q:ary ~cuts:indices_or_sections axis", cuts(), after=list)),
-    ("concatenate", call("concat", f"tensors:arrays {_JOIN}")),
+    ("concatenate", call("concat", f"tensors:arrays {_JOIN}", joined)),
     ("stack", call("stack", f"tensors:arrays {_JOIN}")),
 )
 

@@ -31,14 +31,8 @@ def _of_extent_one(called: str, given: Arguments) -> Arguments:
     if axis is None:
         return given
     axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
-    return given | {"axis": tuple(a for a in axes if q.shape[a] == 1)}
-
-
-def _select(called: str, given: Arguments) -> Arguments:
-    """One place along an axis, which goes."""
-    q, axis = given["q"], given["axis"]
-    lead = (slice(None),) * (axis + q.ndim if axis < 0 else axis)
-    return {"q": q, "key": (*lead, given["place"])}
+    stay = [a for a in axes if -q.ndim <= a < q.ndim and q.shape[a] != 1]
+    return given | {"axis": tuple(a for a in axes if a not in stay)}
 
 
 def _in_one(called: str, given: Arguments) -> Arguments:
@@ -86,13 +80,21 @@ def _from_anywhere(called: str, given: Arguments) -> Arguments:
     return flattened(called, given | {"axis": None})
 
 
+def _added(called: str, given: Arguments) -> Arguments:
+    """Numbers are added to what is there: the first of them where there are more than indices."""
+    shape = getattr(given.get("indices"), "shape", ())
+    if shape and getattr(given.get("values"), "ndim", 0) == len(shape):
+        given = given | {"values": given["values"][tuple(slice(extent) for extent in shape)]}
+    return given | {"reduce": "add"}
+
+
 def _scattered(called: str, given: Arguments) -> Arguments:
     """Numbers replace what is there, or are added to it."""
     reduce = given.pop("how", None)
     if reduce not in (None, "add"):
         function, known = f"{called} with reduce={reduce!r}", "reduce=None and reduce='add'"
         raise UnsupportedFunction(function=function, known=known)
-    return given | {"reduce": reduce or "set"}
+    return _added(called, given) | {"reduce": reduce or "set"}
 
 
 def _extremum(name: str, pair: Any) -> Overloads:
@@ -177,6 +179,7 @@ ROWS: tuple[Row, ...] = (
     ("Tensor.__rmatmul__", call("matmul", _MIRRORED)),
     (_methods("mm"), call("matmul", "a:input b:mat2 out!", ranked((2,), (2,)))),
     (_methods("mv"), call("matmul", "a:input b:vec out!", ranked((2,), (1,)))),
+    (_methods("dot"), call("matmul", "a:input b:tensor out!", ranked((1,), (1,)))),
     (_methods("bmm"), call("matmul", "a:input b:mat2 out!", ranked((3,), (3,)))),
     ("nn.functional.linear", call("linear", "x:input weight bias")),
     # Codes have no gradients, whose scaling and padding the options are of.
@@ -231,7 +234,7 @@ ROWS: tuple[Row, ...] = (
     ),
     (
         _methods("scatter_add"),
-        call("scatter", "x:input axis:dim indices:index values:src out!", fixed(reduce="add")),
+        call("scatter", "x:input axis:dim indices:index values:src out!", _added),
     ),
     # -- layout
     ("reshape", call("reshape", "q:input shape")),
@@ -252,7 +255,7 @@ ROWS: tuple[Row, ...] = (
         call("repeat", "q:input repeats axis:dim=None output_size?", counted),
     ),
     ("narrow", call("narrow", "q:input axis:dim start length")),
-    ("select", call("index", "q:input axis:dim ~place:index", _select)),
+    ("select", call("take", "q:input axis:dim indices:index")),
     ("index_select", call("take", "q:input axis:dim indices:index out!", _in_line)),
     ("take", call("take", "q:input indices:index out!", _from_anywhere)),
     ("gather", call("gather", "q:input axis:dim indices:index sparse_grad? out!")),
@@ -271,12 +274,16 @@ ROWS: tuple[Row, ...] = (
     ("stack", call("stack", "tensors axis:dim out!")),
 )
 
-#: torch takes NumPy's names of some parameters, in every function.
-FUNCTIONS = table(torch, ROWS, aliases={"axis": "dim", "keepdims": "keepdim"})
+#: NumPy's names of some parameters, which torch takes in every function.
+_ALIASES = MappingProxyType(
+    {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+)
+FUNCTIONS = table(torch, ROWS, _ALIASES)
 #: Functions that ask for a fact -> the attribute.
 FACTS: Mapping[Any, str] = MappingProxyType({torch.numel: "size"})
 
 
 def name_of(function: Any) -> str:
     """The name of any function or method, for messages."""
-    return torch.overrides.resolve_name(function) or str(function)
+    resolved = torch.overrides.resolve_name(function)  # None for what is no tensor's own function
+    return resolved or f"{getattr(function, '__module__', None) or 'torch'}.{function.__name__}"
