@@ -175,7 +175,7 @@ OPERATIONS: Table = {
                 "unsupported-function",
                 lambda here, name=name: _torch(f"linalg.{name}", here),
                 "Supported on a QTensor",
-                f"linalg_{name} has no form",
+                f"torch.linalg.{name} has no form",
                 "call it on q.dequantize()",
                 TORCH,
             )
