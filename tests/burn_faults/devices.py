@@ -105,6 +105,20 @@ DEVICES: Table = {
             "call a.to(",
         ),
         Raises(
+            "backend-mismatch",
+            lambda here: here.q + here.q.to(here.elsewhere),
+            "one library",
+            "b is a q4s/16:f16 QTensor of shape (4, 32)",
+            "call b.to(",
+        ),
+        Raises(
+            "backend-mismatch",
+            lambda here: pq.ops.concat([here.q, here.q.to(here.elsewhere)]),
+            "one library",
+            "tensor 1 is on",
+            "call tensors[1].to(",
+        ),
+        Raises(
             "device-mismatch",
             lambda here: pq.linear(here.x, here.q.to("torch:meta")),
             "one device",

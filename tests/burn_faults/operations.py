@@ -10,6 +10,7 @@ import pytest
 import polyquant as pq
 from burn_faults.terms import HOST, JAX, TORCH, Here, Raises, Table, Works, X
 from devices import assert_same_bits, host
+from polyquant.qtensor import validate
 
 
 def product_of_floats(here: Here) -> None:
@@ -81,6 +82,7 @@ def _exact(made: Any, wanted: Any, like: pq.QTensor) -> None:
     """A tensor that is quantized still, with the values that the same step gives of floats."""
     assert isinstance(made, pq.QTensor)
     assert made.scheme.value is like.scheme.value
+    validate(made)  # as many scales as blocks, of their types
     assert_same_bits(host(made.dequantize()), np.ascontiguousarray(wanted))
 
 

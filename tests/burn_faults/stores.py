@@ -91,6 +91,14 @@ def _set_an_item(here: Here) -> None:
     here.q[0] = 1.0  # type: ignore[index]
 
 
+def assign(here: Here) -> None:
+    q = here.q
+    wanted = host(q.dequantize()).copy()
+    wanted[0] = 3.0
+    assert_same_bits(host(pq.ops.assign(q, 0, 3.0)), wanted)
+    assert q.to_data() == here.q.to_data()
+
+
 def lookup_stores(here: Here) -> None:
     _same_codes_in_every_store(here, "u4[nf4]/8:f32", "u8[dynamic8]/8:f32")
 
@@ -129,10 +137,9 @@ def printing(here: Here) -> None:
 def iterating(here: Here) -> None:
     for scheme in ("nvfp4", "nf4"):
         q = here.quantized(scheme)
-        rows = [host(row) for row in q.dequantize()]
-        assert_same_bits(np.stack(rows), host(q.dequantize()))
+        for row, wanted in zip(q, host(q.dequantize()), strict=True):
+            assert_same_bits(host(row.dequantize()), wanted)
         assert len(list(q.codes())) == len(q) == 4
-        assert all(len(part) for part in q.to_data().parts().values() if part.shape)
 
 
 def comparing_with_plain(here: Here) -> None:
@@ -192,6 +199,23 @@ STORES: Table = {
             "'data' cannot be set",
             "Make a new one",
         ),
+        Raises(
+            "unsupported-function",
+            lambda here: np.copyto(here.q, X),  # type: ignore[call-overload]
+            "Supported on a QTensor",
+            "numpy.copyto has no form",
+            "call it on q.dequantize()",
+            HOST,
+        ),
+        Raises(
+            "unsupported-function",
+            lambda here: np.add(X, X, out=here.q),  # type: ignore[call-overload]
+            "Supported on a QTensor: numpy.add(x1, x2)",
+            "numpy.add with out= has no form",
+            "call it on q.dequantize()",
+            HOST,
+        ),
+        Works(assign),
     ),
     "number-of-values": (
         Raises(
