@@ -1,8 +1,8 @@
 """Where elements go: moves of some adjacent axes, and the blocks that survive them.
 
 A move takes ``inner`` axes and gives ``outer`` ones. Every layout operation is a few of them, and
-each answers the same three questions: which blocks' edges lie where along an axis that it makes
-(``edges``), what the same move is on the grid of scales (``on_grid``), and what it makes of an
+each answers the same three questions: where the edges of blocks lie along the axes that it gives
+(``common``), what the same move is on the grid of scales (``on_grid``), and what it makes of an
 array (``of``).
 """
 
@@ -33,8 +33,9 @@ class Move(Protocol):
     def outer(self) -> Shape:
         """The extents of the axes that it gives."""
 
-    def edges(self, blocks: Blocks) -> list[Numbers]:
-        """Along every outer axis the indices at which another block begins (repeats allowed)."""
+    def common(self, blocks: Blocks) -> list[int]:
+        """Along every outer axis the greatest common divisor of the indices at which another
+        block begins; 0 where none does."""
 
     def on_grid(self, blocks: Blocks, extents: Shape) -> Move:
         """The move from the grid of ``blocks`` to that of blocks of ``extents`` on outer axes."""
@@ -60,15 +61,15 @@ class Run:
     def outer(self) -> Shape:
         return (self.count,)
 
-    def edges(self, blocks: Blocks) -> list[Numbers]:
+    def common(self, blocks: Blocks) -> list[int]:
         starts = np.arange(1, blocks.counts[0]) * blocks.extents[0]
         if self.step > 0:
-            found = -((self.start - starts) // self.step)
+            edges = -((self.start - starts) // self.step)
         elif self.step < 0:
-            found = (self.start - starts) // -self.step + 1
+            edges = (self.start - starts) // -self.step + 1
         else:
-            found = starts[:0]
-        return [found[(found > 0) & (found < self.count)]]
+            edges = starts[:0]
+        return [_divisor(edges[(edges > 0) & (edges < self.count)])]
 
     def on_grid(self, blocks: Blocks, extents: Shape) -> Move:
         stride, extent = self.step * extents[0], blocks.extents[0]
@@ -98,22 +99,20 @@ class Flat:
     inner: Shape
     outer: Shape
 
-    def edges(self, blocks: Blocks) -> list[Numbers]:
-        starts = _starts_of_runs(blocks)
-        if starts is None:  # not runs of the flat order, so every element is looked at
-            whole = np.arange(math.prod(self.outer)).reshape(self.outer)
-            return Table(self.inner, whole).edges(blocks)
-        found = []
-        for extent, stride in zip(self.outer, _strides(self.outer), strict=True):
-            # A block that begins at b is another than the one a stride before, for all of the
-            # elements from b to b + stride: their index is that of b, and if b lies between two
-            # multiples of the stride, the next one too.
-            index = starts // stride % max(extent, 1)
-            index = np.concatenate([index, index[starts % stride != 0] + 1])
-            found.append(index[(index > 0) & (index < extent)])
-        return found
+    def common(self, blocks: Blocks) -> list[int]:
+        core, outer, units = _peeled(blocks, self.outer)
+        if all(extent == 1 for extent in core.extents):  # every element left is a block
+            found = [int(n > 1) for n in outer]
+        else:
+            left = np.arange(math.prod(outer)).reshape(outer)
+            found = Table(core.shape, left).common(core)
+        found += [0] * (len(self.outer) - len(outer))
+        return [unit * n for unit, n in zip(units, found, strict=True)]
 
     def on_grid(self, blocks: Blocks, extents: Shape) -> Move:
+        counts = tuple(_ceil(n, e) for n, e in zip(self.outer, extents, strict=True))
+        if math.prod(counts) == math.prod(blocks.counts) and _are_runs(blocks):
+            return Flat(blocks.counts, counts)  # as many runs, so they are the same ones
         first = np.zeros((), np.int64)
         for n, extent, stride in zip(self.outer, extents, _strides(self.outer), strict=True):
             first = first[..., None] + np.arange(0, n, extent) * stride
@@ -136,13 +135,13 @@ class Table:
     def outer(self) -> Shape:
         return tuple(self.positions.shape)
 
-    def edges(self, blocks: Blocks) -> list[Numbers]:
+    def common(self, blocks: Blocks) -> list[int]:
         ids = _block_ids(self.positions, blocks)
         found = []
-        for axis in range(ids.ndim):
+        for axis in range(ids.ndim if ids.size else 0):
             lines = np.moveaxis(ids, axis, 0).reshape(ids.shape[axis], -1)
-            found.append(np.flatnonzero((lines[1:] != lines[:-1]).any(axis=1)) + 1)
-        return found
+            found.append(_divisor(np.flatnonzero((lines[1:] != lines[:-1]).any(axis=1)) + 1))
+        return found or [0] * ids.ndim
 
     def on_grid(self, blocks: Blocks, extents: Shape) -> Move:
         first = self.positions[tuple(slice(None, None, extent) for extent in extents)]
@@ -191,13 +190,12 @@ def reblock(blocks: Blocks, tokens: Shape, move: Move) -> tuple[Shape, Move]:
     if all(count <= 1 for count in blocks.counts):
         whole = -1 if tokens and set(tokens) == {-1} else None
         kept = tuple(whole if token is None else token for token in kept)
-        made = tuple(extent_for(token, 0, n) for token, n in zip(kept, outer, strict=True))
+        made = tuple(map(extent_for, kept, (0,) * len(outer), outer))
         grid = tuple(_ceil(n, cut(t, n)) for t, n in zip(made, outer, strict=True))
         return made, simplest(blocks.counts, np.zeros(grid, np.int64))
     if all(extent == 1 for extent in blocks.extents):
         return (1,) * len(outer), move
-    common = [int(np.gcd.reduce(edges)) if len(edges) else 0 for edges in move.edges(blocks)]
-    made = tuple(extent_for(*of_axis) for of_axis in zip(kept, common, outer, strict=True))
+    made = tuple(map(extent_for, kept, move.common(blocks), outer))
     return made, move.on_grid(blocks, tuple(map(cut, made, outer)))
 
 
@@ -237,15 +235,34 @@ def _block_ids(positions: Numbers, blocks: Blocks) -> Numbers:
     return found
 
 
-def _starts_of_runs(blocks: Blocks) -> Numbers | None:
-    """The flat positions at which blocks begin, where each is one run of the flat order."""
-    several = [axis for axis, count in enumerate(blocks.counts) if count > 1]
-    if not several:
-        return np.zeros(0, np.int64)
-    last = several[-1]
-    if any(extent > 1 for extent in blocks.extents[:last]):
-        return None
-    line = math.prod(blocks.shape[last:])
-    within = np.arange(blocks.counts[last]) * (line // blocks.shape[last] * blocks.extents[last])
-    lines = np.arange(math.prod(blocks.shape[:last])) * line
-    return (lines[:, None] + within).reshape(-1)
+def _divisor(edges: Numbers) -> int:
+    return int(np.gcd.reduce(edges)) if len(edges) else 0
+
+
+def _are_runs(blocks: Blocks) -> bool:
+    """Whether every block is a run of the flat order."""
+    last = max((axis for axis, count in enumerate(blocks.counts) if count > 1), default=0)
+    return all(extent == 1 for extent in blocks.extents[:last])
+
+
+def _peeled(blocks: Blocks, outer: Shape) -> tuple[Blocks, Shape, list[int]]:
+    """A flat order in units of the longest runs that stay together: blocks, outer shape, units.
+
+    ``g`` neighbours along the last inner axis that lie in one block, and are neighbours along the
+    last outer axis too, count as one; an axis that is used up gives way to the one before it. So
+    what is left to look at is about as large as the grid of scales, not as the tensor.
+    """
+    shape, extents, made = list(blocks.shape), list(blocks.extents), list(outer)
+    units = [1] * len(outer)
+    while shape and made:
+        g = math.gcd(shape[-1], extents[-1], made[-1])
+        units[len(made) - 1] *= g
+        shape[-1], extents[-1], made[-1] = shape[-1] // g, extents[-1] // g, made[-1] // g
+        if shape[-1] == 1:
+            del shape[-1], extents[-1]
+        elif made[-1] == 1:
+            del made[-1]
+        elif g == 1:
+            break
+    counts = tuple(_ceil(n, e) for n, e in zip(shape, extents, strict=True))
+    return Blocks(tuple(shape), tuple(extents), counts), tuple(made), units
