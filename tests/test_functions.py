@@ -649,6 +649,6 @@ def test_products_take_the_quick_way() -> None:
     import torch
 
     for function in (torch.Tensor.matmul, torch.matmul, torch.add, torch.Tensor.mul):
-        plan = protocol._plan("torch", function)
+        plan = protocol.plans("torch")[function]
         assert isinstance(plan, protocol._Plan)
         assert plan.least == plan.most == 2

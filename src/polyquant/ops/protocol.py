@@ -7,8 +7,8 @@ called (see ``calls``). Here the arguments are bound, and whatever an operation 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from itertools import takewhile
 from types import MappingProxyType
@@ -53,7 +53,7 @@ def array_function(
     """
     if is_compiling():
         return compiled().array_function(function, args, kwargs or {})
-    plan = _plan(library, function)
+    plan = plans(library).get(function)
     if (
         isinstance(plan, _Plan)
         and plan.least <= len(args) <= plan.most
@@ -83,12 +83,16 @@ def _module(library: str) -> Any:
     return import_module(f"{BACKENDS[library]}.functions")
 
 
-@lru_cache(maxsize=1024)
-def _plan(library: str, function: Hashable) -> _Plan | _Choice | None:
-    found = functions(library).get(function)
-    if isinstance(found, Overloads):
-        return _Choice(tuple(map(_planned, found.forms)), found.choose)
-    return None if found is None else _planned(found)
+@cache
+def plans(library: str) -> Mapping[Any, _Plan | _Choice]:
+    """Function -> its call with the operations looked up, or its calls."""
+    found: dict[Any, _Plan | _Choice] = {}
+    for function, called in functions(library).items():
+        if isinstance(called, Overloads):
+            found[function] = _Choice(tuple(map(_planned, called.forms)), called.choose)
+        else:
+            found[function] = _planned(called)
+    return MappingProxyType(found)
 
 
 def _planned(call: Call) -> _Plan:
