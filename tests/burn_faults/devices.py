@@ -65,12 +65,22 @@ def tracked_parts(here: Here) -> None:
 
 
 def every_op_on_torch(here: Here) -> None:
+    """One operation of each kind; that all of them agree is the business of other tests."""
     q, on_numpy = here.q, pq.quantize(X, "q4s/16:f16")
     assert q.to_data() == on_numpy.to_data()
     assert_same_bits(host(q.dequantize()), on_numpy.dequantize())
-    np.testing.assert_allclose(
-        host(pq.matmul(here.x, q.T)), pq.matmul(X, on_numpy.T), rtol=1e-5, atol=1e-6
-    )
+    for made, wanted in (
+        (pq.matmul(here.x, q.T), pq.matmul(X, on_numpy.T)),
+        (q + q, on_numpy + on_numpy),
+        (pq.ops.exp(q), pq.ops.exp(on_numpy)),
+        (q < here.x, on_numpy < X),
+        (q.sum(axis=1), on_numpy.sum(axis=1)),
+        (pq.ops.argmax(q, axis=1), pq.ops.argmax(on_numpy, axis=1)),
+        (pq.ops.sort(q), pq.ops.sort(on_numpy)),
+        (pq.ops.cumsum(q, 1), pq.ops.cumsum(on_numpy, 1)),
+        (q.reshape(8, 16)[1:, ::2].dequantize(), on_numpy.reshape(8, 16)[1:, ::2].dequantize()),
+    ):
+        np.testing.assert_allclose(host(made), wanted, rtol=1e-5, atol=1e-5)
 
 
 def to_another_process(here: Here) -> None:
