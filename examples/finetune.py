@@ -1,7 +1,7 @@
 """Fine-tune a quantized model: low-rank adapters (LoRA) over frozen nf4 layers.
 
 The model, all-MiniLM-L6-v2, learns which sentence follows another in Python's reference: in a batch
-of 16 pairs, each first sentence has to find its second. There is no layer on top, so that what the
+of 8 pairs, each first sentence has to find its second. There is no layer on top, so that what the
 loss loses is what the adapters learn.
 
     python examples/finetune.py [--steps 50]
@@ -23,14 +23,14 @@ from encoder import embed, evenly, load_encoder, sentences, tokenize
 from polyquant.torch import lora_, quantize_
 
 SCHEME = "nf4"
-STEPS, BATCH, LEARNING_RATE = 50, 16, 1e-3
-PAIRS = 80
+STEPS, BATCH, LEARNING_RATE = 50, 8, 1e-3
+PAIRS = 40
 #: The loss is shown as the mean of so many steps: two passes over all pairs.
 SHOWN = 2 * PAIRS // BATCH
 #: What cosines are multiplied by before the softmax, as when the model itself was trained.
 SHARPNESS = 20.0
 #: The longest sentence that is learned from, in characters: short ones are quick.
-LONGEST = 80
+LONGEST = 70
 
 Pair = tuple[str, str]
 
