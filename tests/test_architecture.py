@@ -49,6 +49,8 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 DOORS = {
     # The tensor's methods and operators are operations, which are built on the tensor.
     ("methods/door.py", "ops"),
+    # torch.compile reads operations of its own, which are built on these.
+    ("ops/compiled.py", "torch"),
 }
 
 #: Library -> the folders that may name it in an import: its backend, and its users' own door.

@@ -40,7 +40,8 @@ class Backend:
     ``facts`` is all that dispatch may ask of an array, to remember an answer by; None where it is
     not to be remembered. ``kernels`` maps a kind of device ("cpu", "cuda") to the modules that
     serve it, best first. ``functions`` are the library's own where the array API has none (see
-    ops/lacking.py); what is not there runs on the host.
+    ops/lacking.py); what is not there runs on the host. ``is_transformed`` says whether autograd, a
+    tracer or vmap watches what is done with an array, here and now.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Backend:
     facts: Callable[[Array], Hashable]
     kernels: Mapping[str, tuple[str, ...]]
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    is_transformed: Callable[[Array], bool] = lambda array: False
 
 
 #: Backend -> its module. A new backend is one line here and one file.

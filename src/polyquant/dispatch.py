@@ -120,7 +120,9 @@ def _device_info(device: str) -> DeviceInfo:
     if sample.kernel is None:
         reasons = "; ".join(why for _, why in sample.reasons) or "it has no kernels"
         return DeviceInfo(device, False, f"not usable: {reasons}")
-    fast = [k.name for k in kernels(owner.name, kind) if "definition" not in k.name]
+    plain = Problem("", kind, as_scheme("q4s"))
+    running = [k.name for k in kernels(owner.name, kind) if k.why_not(plain) is None]
+    fast = [name for name in running if "definition" not in name]
     if not fast:
         note = "usable, with the definition alone: every scheme and op, no fast kernels"
         return DeviceInfo(device, True, note)
@@ -215,9 +217,20 @@ def _fix(first: tuple[str, Any, str], second: tuple[str, Any, str]) -> str:
 def facts_of(operand: Any) -> Hashable:
     """What a checked answer about an operand is remembered by; None where none may be."""
     if operand.__class__ is QTensor:
+        if operand.requires_grad:
+            return None
         return operand.scheme, operand.shape, operand.axes, operand.device
     owner = find_backend(operand)
     return None if owner is None else owner.facts(operand)
+
+
+def is_transformed(owner: Backend, *operands: Any) -> bool:
+    """Whether a transformation of their library watches arrays or stored arrays of QTensors."""
+    for x in operands:
+        arrays = x.parts().values() if isinstance(x, QTensor) else (x,)
+        if any(owner.is_transformed(array) for array in arrays):
+            return True
+    return False
 
 
 # -- kernels ----------------------------------------------------------------------------------
@@ -283,26 +296,30 @@ def operand_of(x: Any) -> Operand:
 
 
 @lru_cache(maxsize=4096)
-def product_problem(a: Operand, b: Operand, device: str, option: str = "") -> Problem:
+def product_problem(a: Operand, b: Operand, device: str, transformed: bool) -> Problem:
     """The facts of a product. Raises ShapeMismatch."""
     check_product("matmul", a.shape, b.shape)
     m = a.shape[-2] if len(a.shape) > 1 else 1
     n = b.shape[-1] if len(b.shape) > 1 else 1
     layout = (a.axes, b.axes)
     sizes = (bucket(m), bucket(n), bucket(a.shape[-1]))
-    return Problem("matmul", device_kind(device), a.what, b.what, layout, *sizes, option)
+    kind = device_kind(device)
+    return Problem("matmul", kind, a.what, b.what, layout, *sizes, transformed=transformed)
 
 
-def matmul_problem(a: Any, b: Any, device: str, option: str = "") -> Problem:
+def matmul_problem(a: Any, b: Any, device: str, *, transformed: bool = False) -> Problem:
     """The facts of a product of two arrays or QTensors. Raises ShapeMismatch."""
-    return product_problem(operand_of(a), operand_of(b), device, option)
+    return product_problem(operand_of(a), operand_of(b), device, transformed)
 
 
-def one_operand_problem(op: str, operand: Any, device: str, option: str = "") -> Problem:
+def one_operand_problem(
+    op: str, operand: Any, device: str, option: str = "", *, transformed: bool = False
+) -> Problem:
     """The facts of quantize or dequantize."""
     what = operand.scheme if isinstance(operand, QTensor) else dtype_name(operand)
     layout = (operand.axes if isinstance(operand, QTensor) else None,)
-    return Problem(op, device_kind(device), what, None, layout, option=option)
+    kind = device_kind(device)
+    return Problem(op, kind, what, None, layout, option=option, transformed=transformed)
 
 
 def explain(op: str, *operands: Any) -> Explanation:
@@ -330,11 +347,14 @@ def explain(op: str, *operands: Any) -> Explanation:
     if op == "dequantize" and not isinstance(first, QTensor):
         raise InvalidArgument(name="operand 1", wanted="a QTensor", got=first)
     device = device_of(first) or ""
+    watched = is_transformed(owner, first, *rest)
     if not rest:
-        return explain_problem(owner.name, one_operand_problem(op, first, device))
+        problem = one_operand_problem(op, first, device, transformed=watched)
+        return explain_problem(owner.name, problem)
     second = as_right_operand(first, rest[0]) if op == "linear" else rest[0]
     check_product(op, first.shape, second.shape)
-    return explain_problem(owner.name, matmul_problem(first, second, device))
+    problem = matmul_problem(first, second, device, transformed=watched)
+    return explain_problem(owner.name, problem)
 
 
 def as_right_operand(x: Any, weight: Any) -> Any:

@@ -20,6 +20,8 @@ class Problem(NamedTuple):
     ``a`` and ``b`` are a scheme for a quantized operand and a dtype name for a float one; ``b`` is
     None where there is one operand. ``layout`` holds each quantized operand's axis order, or None.
     ``m, n, k`` are the extents of a product, rounded up to powers of two; 0 without meaning.
+    ``transformed`` says that a library's transformation watches the operands (autograd, a tracer,
+    vmap), which must see the op as one.
     """
 
     op: str
@@ -31,12 +33,14 @@ class Problem(NamedTuple):
     n: int = 0
     k: int = 0
     option: str = ""
+    transformed: bool = False
 
     def __str__(self) -> str:
         operands = f"{self.a}" if self.b is None else f"{self.a} x {self.b}"
         size = f", m<={self.m} n<={self.n} k<={self.k}" if self.op == "matmul" else ""
         option = f", {self.option}" if self.option else ""
-        return f"{self.op} of {operands} on {self.device_kind}{size}{option}"
+        watched = ", transformed" if self.transformed else ""
+        return f"{self.op} of {operands} on {self.device_kind}{size}{option}{watched}"
 
 
 @dataclass(frozen=True)

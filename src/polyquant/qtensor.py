@@ -123,6 +123,14 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
         """Stored bits, scales and all, over the number of elements (0 of an empty tensor)."""
         return 8 * self.nbytes / self.size if self.size else 0.0
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd tracks the scales, the offsets or the table. Codes have no gradient."""
+        for part in (self.scales, self.tensor_scale, self.offsets, self.table):
+            if getattr(part, "requires_grad", False):
+                return True
+        return False
+
     def __repr__(self) -> str:
         identity = self.axes == tuple(range(self.ndim))
         order = "" if identity else f", axes={self.axes}"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 
-@cache
 def operations() -> ModuleType:
-    """The package of operations."""
-    from polyquant import ops
+    """The package of operations. (No cache around it: torch.compile warns of those.)"""
+    found = sys.modules.get("polyquant.ops")
+    if found is None:
+        from polyquant import ops
 
-    return ops
+        found = ops
+    return found

@@ -10,7 +10,7 @@ import numpy as np
 
 from polyquant import calibrate, standard
 from polyquant.arrays import Array, backend_of, dtype, held_dtypes, known, namespace
-from polyquant.dispatch import choose, one_operand_problem
+from polyquant.dispatch import choose, is_transformed, one_operand_problem
 from polyquant.errors import (
     DeadBlocksWarning,
     InvalidArgument,
@@ -26,6 +26,7 @@ from polyquant.inputs import (
     stored_params,
     table_beside,
 )
+from polyquant.ops.compiled import compiled, is_compiling
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.scheme import scheme as as_scheme
@@ -68,10 +69,30 @@ def quantize(
         NotFloat, AlreadyQuantized, NonFiniteInput, NegativeInput, BlockRank, CalibrationRefused,
         ScaleShape, InvalidScale, TableMissing, TableLength, TableSuperfluous, BackendMismatch, ...
     """
+    options = (calibration, scales, offsets, table, nonfinite, kernel)
+    if not is_compiling():
+        owner = check_float("x", x)
+        x = plain(x, owner)
+        if not owner.is_transformed(x):
+            return quantize_plain(x, scheme, *options)
+    made: QTensor = compiled().quantize(x, scheme, *options)
+    return made
+
+
+def quantize_plain(
+    x: Array,
+    scheme: QuantScheme | str,
+    calibration: str = "minmax",
+    scales: Any = None,
+    offsets: Any = None,
+    table: Any = None,
+    nonfinite: str = "raise",
+    kernel: str | None = None,
+) -> QTensor:
+    """``quantize`` of an array that nothing watches, by the kernels for plain ones."""
     made = as_scheme(scheme)
     owner = check_float("x", x)
     check_kernel_name(kernel)
-    x = plain(x, owner)
     made.scale_shape(x.shape)  # raises BlockRank
     if not isinstance(nonfinite, str) or nonfinite not in ("raise", "saturate"):
         raise InvalidArgument(name="nonfinite", wanted="'raise' or 'saturate'", got=nonfinite)
@@ -146,15 +167,16 @@ def check_kernel_name(kernel: Any) -> None:
 
 def dequantize(q: QTensor, kind: Any = None) -> Array:
     """The values of ``q`` as an array: see QTensor.dequantize."""
-    return decode(
-        q, None if kind is None else float_dtype(q.data, kind, "The result of dequantize")
-    )
+    if is_compiling():
+        return compiled().dequantize(q, kind)
+    native = None if kind is None else float_dtype(q.data, kind, "The result of dequantize")
+    return decode(q, native, transformed=is_transformed(backend_of(q.data), q))
 
 
-def decode(q: QTensor, native: Any) -> Array:
-    """The values in a dtype of the library (None: float32), by the kernels for plain tensors."""
+def decode(q: QTensor, native: Any, *, transformed: bool = False) -> Array:
+    """The values in a dtype of the library (None: float32), by default with a plain kernel."""
     owner = backend_of(q.data)
-    problem = one_operand_problem("dequantize", q, q.device)
+    problem = one_operand_problem("dequantize", q, q.device, transformed=transformed)
     with np.errstate(all="ignore"):
         return choose(owner.name, problem).run(q, native)
 

@@ -14,11 +14,13 @@ from polyquant.dispatch import (
     check_real,
     choose,
     facts_of,
+    is_transformed,
     matmul_problem,
 )
 from polyquant.errors import ShapeMismatch
 from polyquant.inputs import check_float
-from polyquant.ops.conversion import check_kernel_name, float_dtype, quantize
+from polyquant.ops.compiled import compiled, is_compiling
+from polyquant.ops.conversion import check_kernel_name, float_dtype, quantize_plain
 from polyquant.ops.propagation import propagates, quantized_again
 from polyquant.qtensor import QTensor
 
@@ -37,15 +39,24 @@ def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) 
         BackendMismatch, DeviceMismatch, ShapeMismatch, NotFloat, NotAnArray, UnsupportedDtype,
         NoKernel, KernelRefused: all before any work.
     """
+    if is_compiling():
+        return compiled().matmul(a, b, out_dtype, kernel)
     plan = None
     if out_dtype is None and kernel is None:
-        plan = plans().get((facts_of(a), facts_of(b)))
+        plan = plans().get(_facts(a, b))
     if plan is None:
         plan = _plan_product(a, b, out_dtype, kernel)
         if out_dtype is None and kernel is None:
-            _remember((facts_of(a), facts_of(b)), plan)
+            _remember(_facts(a, b), plan)
     result = plan[0](a, b, plan[1])
     return quantized_again(result, (a, b)) if propagates() else result
+
+
+def _facts(a: Any, b: Any) -> tuple[Hashable, ...]:
+    """What a product is remembered by; with a None among it, it is not."""
+    if a.__class__ is b.__class__ is QTensor:  # no array among them says what watches the call
+        return facts_of(a), facts_of(b), facts_of(a.data)
+    return facts_of(a), facts_of(b)
 
 
 def _plan_product(a: Any, b: Any, out_dtype: Any, kernel: str | None) -> _Plan:
@@ -54,7 +65,8 @@ def _plan_product(a: Any, b: Any, out_dtype: Any, kernel: str | None) -> _Plan:
     check_kernel_name(kernel)
     device = a.device if isinstance(a, QTensor) else owner.device_of(a)
     native = _result_dtype(a, b, out_dtype)
-    return choose(owner.name, matmul_problem(a, b, device), kernel).run, native
+    problem = matmul_problem(a, b, device, transformed=is_transformed(owner, a, b))
+    return choose(owner.name, problem, kernel).run, native
 
 
 @cache
@@ -94,8 +106,17 @@ def linear(x: Any, weight: Any, bias: Any = None, *, activations: Any = None) ->
 
     The result has the dtype of ``x`` (float32 if ``x`` is quantized). Raises what matmul raises.
     """
+    if is_compiling():
+        return compiled().linear(x, weight, bias, activations)
     check_linear(x, weight, bias)
-    result = multiply_and_add(x, weight, bias, activations)
+    owner = backend_of(x.data if isinstance(x, QTensor) else x)
+    given = (x, weight) if bias is None else (x, weight, bias)
+    run = multiply_and_add
+    if is_transformed(owner, *given):
+        device = x.device if isinstance(x, QTensor) else owner.device_of(x)
+        problem = matmul_problem(x, weight.mT, device, transformed=True)
+        run = choose(owner.name, problem._replace(op="linear")).run
+    result = run(x, weight, bias, activations)
     return quantized_again(result, (x, weight)) if propagates() else result
 
 
@@ -120,12 +141,21 @@ def multiply_and_add(x: Any, weight: Any, bias: Any, activations: Any) -> Array:
     """``linear`` of operands that were checked, by the kernels for plain ones."""
     transposed = weight.mT
     native = _result_dtype(x, transposed, None)
-    left = x if activations is None else quantize(x, activations)
+    left = x if activations is None else quantize_plain(x, activations)
     if bias is None:
         return multiply(left, transposed, native)
     xp = namespace(bias)
     wide = xp.float64 if native == xp.float64 else xp.float32
     return xp.astype(multiply(left, transposed, wide) + xp.astype(bias, wide), native)
+
+
+def check_operands(a: Any, b: Any) -> None:
+    """Refuse operands that have no product: devices, shapes, dtypes."""
+    check_one_device("matmul", (("a", a), ("b", b)))
+    check_product("matmul", a.shape, b.shape)
+    for side in (a, b):
+        if not isinstance(side, QTensor):
+            check_real("an operand of a product", side, integers=False)
 
 
 def multiply(a: Any, b: Any, native: Any) -> Array:

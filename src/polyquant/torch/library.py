@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from polyquant import ops
 from polyquant.data import parts as stored_parts
-from polyquant.dispatch import check_one_device, check_product
-from polyquant.errors import UnsupportedArray
-from polyquant.ops.conversion import decode
-from polyquant.ops.products import check_linear, multiply, multiply_and_add
+from polyquant.ops.conversion import decode, quantize_plain
+from polyquant.ops.products import check_linear, check_operands, multiply, multiply_and_add
 from polyquant.scheme import scheme as as_scheme
 from polyquant.torch.gradients import part_gradients
 from polyquant.torch.operands import (
@@ -103,7 +100,7 @@ def matmul(
     """``a @ b``, rounded to ``dtype``. A float operand is a list of itself with the scheme ""."""
     left = Operand(a, a_scheme, a_shape, a_axes).tensor()
     right = Operand(b, b_scheme, b_shape, b_axes).tensor()
-    check_one_device("matmul", (("a", left), ("b", right)))
+    check_operands(left, right)
     with exact(a[0]):
         made: Tensor = multiply(left, right, dtype).contiguous()
         return made
@@ -112,8 +109,7 @@ def matmul(
 @matmul.register_fake
 def _(a: Any, a1: Any, a2: Any, a3: Any, b: Any, b1: Any, b2: Any, b3: Any, dtype: Any) -> Tensor:
     left, right = Operand(a, a1, a2, a3), Operand(b, b1, b2, b3)
-    check_one_device("matmul", (("a", left.tensor()), ("b", right.tensor())))
-    check_product("matmul", left.extents, right.extents)
+    check_operands(left.tensor(), right.tensor())
     made: Tensor = a[0].new_empty(product_shape(left.extents, right.extents), dtype=dtype)
     return made
 
@@ -212,10 +208,13 @@ def _entering(x: Tensor, activations: str) -> Operand:
     lines = x.reshape(-1, x.shape[-1])
     if not activations:
         return Operand([lines])
-    parts = torch.ops.polyquant.quantize(x.detach(), activations, "minmax", None)
+    parts = torch.ops.polyquant.quantize(x.detach(), activations, *MINMAX)
     values = Operand(parts, activations, x.shape, range(x.ndim)).values(x.dtype)
     return Operand([values.reshape(lines.shape)])
 
+
+#: The options of the op "quantize" by default.
+MINMAX = ("minmax", None, None, None, None, "", "raise")
 
 linear.register_autograd(_linear_backward, setup_context=_keep_linear)
 
@@ -224,19 +223,36 @@ linear.register_autograd(_linear_backward, setup_context=_keep_linear)
 
 
 @custom_op("polyquant::quantize", mutates_args=())
-def quantize(x: Tensor, scheme: str, calibration: str, table: Tensor | None) -> list[Tensor]:
-    """The stored arrays of ``x`` quantized; NaN and infinities saturate. Nothing is tracked."""
-    q = ops.quantize(x.detach(), scheme, calibration=calibration, table=table, nonfinite="saturate")
-    # Ops return new tensors, which a table of the caller's own is not.
-    return [torch.clone(part) if part is table else part for part in parts_of(q)]
+def quantize(
+    x: Tensor,
+    scheme: str,
+    calibration: str,
+    scales: Tensor | None,
+    tensor_scale: Tensor | None,
+    offsets: Tensor | None,
+    table: Tensor | None,
+    fitted: str,
+    nonfinite: str,
+) -> list[Tensor]:
+    """The stored arrays of ``x`` quantized. ``fitted`` is "kmeans" or "". Nothing is tracked."""
+    given = scales if tensor_scale is None else (scales, tensor_scale)
+    options = (calibration, given, offsets, fitted or table, nonfinite)
+    with exact(x):
+        q = quantize_plain(x.detach(), scheme, *options)
+    return [_new(part, (x, scales, tensor_scale, offsets, table)) for part in parts_of(q)]
+
+
+def _new(part: Tensor, given: Sequence[Tensor | None]) -> Tensor:
+    """A result that shares no memory with what was given, which ops may not return."""
+    places = {x.untyped_storage().data_ptr() for x in given if x is not None}
+    return torch.clone(part) if part.untyped_storage().data_ptr() in places else part
 
 
 @quantize.register_fake
-def _(x: Any, scheme: Any, calibration: Any, table: Any) -> Any:
-    made = as_scheme(scheme)
+def _(x: Any, scheme: Any, *options: Any) -> Any:
     return [
         x.new_empty(part.shape, dtype=getattr(torch, part.dtype))
-        for part in stored_parts(made, tuple(x.shape))
+        for part in stored_parts(as_scheme(scheme), tuple(x.shape))
     ]
 
 
@@ -245,7 +261,7 @@ def _track_nothing(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _no_gradient(ctx: Any, grads: Any) -> Any:
-    return None, None, None, None
+    return (None,) * 9
 
 
 quantize.register_autograd(_no_gradient, setup_context=_track_nothing)
@@ -294,19 +310,38 @@ embedding.register_autograd(_embedding_backward, setup_context=_keep_embedding)
 # -- torch.vmap -------------------------------------------------------------------------------
 
 
-def _refuse_batched(dims: Any, role: str) -> None:
-    """A batch of quantized tensors is no quantized tensor of one more axis."""
-    if any(dim is not None for dim in dims):
-        got = "a quantized operand of which torch.vmap batches the parts"
-        fix = "Batch the float operand, and close over the quantized one"
-        raise UnsupportedArray(role=role, got=got, fix=fix)
+def _looped(op: Any) -> Any:
+    """One call for each of the batch: for what has no quicker rule, such as batched parts."""
+
+    def rule(info: Any, dims: Any, *arguments: Any) -> Any:
+        runs = [
+            op(*(_one(x, dim, i) for x, dim in zip(arguments, dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(runs[0], Tensor):
+            return torch.stack(runs), 0
+        made = [torch.stack(each) for each in zip(*runs, strict=True)]
+        return made, [0] * len(made)
+
+    return rule
+
+
+def _one(x: Any, dim: Any, i: int) -> Any:
+    """An argument of one of the batch."""
+    if isinstance(dim, list | tuple) and isinstance(x, list | tuple):
+        return [_one(each, axis, i) for each, axis in zip(x, dim, strict=True)]
+    return x if dim is None else x.select(dim, i)
+
+
+def _is_batched(dims: Any) -> bool:
+    return any(dim is not None for dim in dims)
 
 
 def _matmul_batched(info: Any, dims: Any, *arguments: Any) -> Any:
+    """A batch of float operands becomes a leading axis, which a product has anyway."""
     a, b, dtype = Operand(*arguments[:4]), Operand(*arguments[4:8]), arguments[8]
-    for x, role, of_parts in ((a, "a", dims[0]), (b, "b", dims[4])):
-        if x.scheme:
-            _refuse_batched(of_parts, role)
+    if (a.scheme and _is_batched(dims[0])) or (b.scheme and _is_batched(dims[4])):
+        return _looped(torch.ops.polyquant.matmul)(info, dims, *arguments)
     is_left = not a.scheme
     x, other = (a, b) if is_left else (b, a)
     batch = x.parts[0].movedim((dims[0] if is_left else dims[4])[0], 0)
@@ -323,51 +358,23 @@ def _matmul_batched(info: Any, dims: Any, *arguments: Any) -> Any:
 
 
 def _linear_batched(info: Any, dims: Any, *arguments: Any) -> Any:
+    """A batch of ``x`` becomes a leading axis. Not where its quantization could see the axis."""
     x, *weight, bias, activations = arguments
     of_x, of_parts, of_bias = dims[0], dims[1], dims[5]
-    _refuse_batched(of_parts, "weight")
-    x = x.expand(info.batch_size, *x.shape) if of_x is None else x.movedim(of_x, 0)
-    inner = bias if of_bias is None else None
-    made = torch.ops.polyquant.linear(x, *weight, inner, activations)
-    if of_bias is not None:
-        lines = bias.movedim(of_bias, 0)
-        lines = lines.reshape(lines.shape[0], *[1] * (made.ndim - 2), lines.shape[1])
-        wide = torch.promote_types(made.dtype, torch.float32)
-        made = (made.to(wide) + lines.to(wide)).to(made.dtype)
-    return made, 0
-
-
-def _dequantize_batched(info: Any, dims: Any, *arguments: Any) -> Any:
-    _refuse_batched(dims[0], "q")
-    raise UnsupportedArray(role="q", got="batched", fix="Call it outside of torch.vmap")
-
-
-def _dequantize_backward_batched(info: Any, dims: Any, grad: Any, *arguments: Any) -> Any:
-    _refuse_batched(dims[1], "q")
-    runs = [
-        torch.ops.polyquant.dequantize_backward(one, *arguments) for one in grad.unbind(dims[0])
-    ]
-    made = [torch.stack(each) for each in zip(*runs, strict=True)]
-    return made, [0] * len(made)
-
-
-def _quantize_batched(info: Any, dims: Any, x: Any, *arguments: Any) -> Any:
-    runs = [torch.ops.polyquant.quantize(one, *arguments) for one in x.unbind(dims[0])]
-    made = [torch.stack(each) for each in zip(*runs, strict=True)]
-    return made, [0] * len(made)
+    if activations or of_x is None or of_bias is not None or _is_batched(of_parts):
+        return _looped(torch.ops.polyquant.linear)(info, dims, *arguments)
+    return torch.ops.polyquant.linear(x.movedim(of_x, 0), *weight, bias, activations), 0
 
 
 def _embedding_batched(info: Any, dims: Any, indices: Any, *arguments: Any) -> Any:
-    _refuse_batched(dims[1], "weight")
+    if dims[0] is None or _is_batched(dims[1]):
+        return _looped(torch.ops.polyquant.embedding)(info, dims, indices, *arguments)
     return torch.ops.polyquant.embedding(indices.movedim(dims[0], 0), *arguments), 0
 
 
-for _op, _rule in (
-    (matmul, _matmul_batched),
-    (linear, _linear_batched),
-    (dequantize, _dequantize_batched),
-    (dequantize_backward, _dequantize_backward_batched),
-    (quantize, _quantize_batched),
-    (embedding, _embedding_batched),
-):
-    _op.register_vmap(_rule)
+matmul.register_vmap(_matmul_batched)
+linear.register_vmap(_linear_batched)
+embedding.register_vmap(_embedding_batched)
+dequantize.register_vmap(_looped(torch.ops.polyquant.dequantize))
+dequantize_backward.register_vmap(_looped(torch.ops.polyquant.dequantize_backward))
+quantize.register_vmap(_looped(torch.ops.polyquant.quantize))

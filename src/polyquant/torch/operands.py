@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyquant.arrays import backend_of
 from polyquant.data import stored_shape
 from polyquant.qtensor import QTensor, from_fields
 from polyquant.scheme import QuantScheme
@@ -99,7 +98,7 @@ def tensor_of(
     parts: Sequence[Tensor], scheme: QuantScheme, shape: Sequence[int], axes: Sequence[int]
 ) -> QTensor:
     """The QTensor of stored arrays, or of their bytes, in order: the inverse of ``parts_of``."""
-    device = backend_of(parts[0]).device_of(parts[0])
+    device = f"torch:{parts[0].device}"
     return _assemble(iter(parts), scheme, tuple(shape), tuple(axes), device)
 
 

@@ -90,9 +90,33 @@ def _move(array: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _facts(array: torch.Tensor) -> Hashable:
-    if torch.compiler.is_compiling() or array.layout is not torch.strided or array.is_nested:
+    if _is_watched() or array.layout is not torch.strided or array.is_nested:
         return None
-    return array.__class__, array.dtype, array.shape, array.device
+    is_tracked = array.requires_grad and torch.is_grad_enabled()
+    return array.__class__, array.dtype, array.shape, array.device, is_tracked
+
+
+def _is_watched() -> bool:
+    """Whether something of torch's stands between a call and its kernel, here and now.
+
+    torch.func (vmap, grad, ...), a dispatch mode (a tracer, a counter), or autocast, which would
+    round what enters a product. torch has no public question for the first two.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_any_autocast_enabled()
+    )
+
+
+def _is_transformed(array: torch.Tensor) -> bool:
+    """Whether an op must be seen as one: autograd, a tracer, vmap, autocast, a tensor subclass."""
+    if array.requires_grad and torch.is_grad_enabled():
+        return True
+    if torch.compiler.is_compiling() or _is_watched():
+        return True
+    # A subclass that handles each op by itself, such as a fake or a distributed tensor.
+    return bool(torch._C._dispatch_keys(array).has(torch._C.DispatchKey.Python))
 
 
 def _clip(x: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
@@ -107,6 +131,8 @@ def _put(
     return line.index_put((positions,), values, accumulate=add)
 
 
+_KERNELS = ("polyquant.torch.transforms", "polyquant.backends.definition")
+
 BACKEND = Backend(
     name="torch",
     is_array=lambda x: isinstance(x, torch.Tensor),
@@ -119,6 +145,7 @@ BACKEND = Backend(
     from_host=_from_host,
     move=_move,
     facts=_facts,
-    kernels={"cpu": ("polyquant.backends.definition",), "*": ("polyquant.backends.definition",)},
+    is_transformed=_is_transformed,
+    kernels={"cpu": _KERNELS, "*": _KERNELS},
     functions={"erf": torch.special.erf, "clip": _clip, "put_at": _put},
 )

@@ -1,0 +1,26 @@
+"""The door to what torch.compile and torch.export read instead of an operation.
+
+They read Python, and know torch's ops, not how a kernel is chosen. What they read is built on the
+operations, and so is imported late.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def is_compiling() -> bool:
+    """Whether this very call is being read by torch.compile or torch.export, not run."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
+def compiled() -> ModuleType:
+    """The operations as they read them."""
+    from polyquant.torch import compiled
+
+    return compiled
