@@ -444,7 +444,8 @@ TEXTS: list[tuple[Callable[[], object], tuple[str, ...]]] = [
         lambda: np.linalg.svd(Q),  # type: ignore[call-overload]
         (
             "numpy.linalg.svd has no form for quantized tensors.",
-            "Supported on a QTensor: matmul, @, torch.nn.functional.linear.",
+            "Supported on a QTensor: the operations of pq.ops as functions of numpy, such as add,",
+            "matmul, reshape, sort, sum.",
             "Otherwise call it on q.dequantize(). [unsupported-function]",
         ),
     ),

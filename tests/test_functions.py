@@ -554,11 +554,18 @@ def test_refusals(text: str) -> None:
 
 
 def test_a_refusal_names_what_there_is_and_the_way_out() -> None:
-    with pytest.raises(errors.UnsupportedFunction) as caught:
-        np.median(arguments("numpy")[A.Q])
-    text = str(caught.value)
-    assert "Supported on a QTensor: what pq.ops does (abs, add, all, " in text
-    assert "Otherwise call it on q.dequantize()." in text
+    q = arguments("numpy")[A.Q]
+    for call, such_as in (
+        (np.median, "mean, min"),
+        (np.linalg.svd, "add, matmul, reshape, sort, sum"),
+    ):
+        with pytest.raises(errors.UnsupportedFunction) as caught:
+            call(q)
+        assert str(caught.value).endswith(
+            "has no form for quantized tensors. Supported on a QTensor: the operations of pq.ops "
+            f"as functions of numpy, such as {such_as}. Otherwise call it on q.dequantize(). "
+            "[unsupported-function]"
+        )
 
 
 def test_numpy_arrays_are_not_indexed_with_quantized_numbers() -> None:
@@ -619,6 +626,19 @@ def test_operators(name: str, device: str) -> None:
     for got, wanted in pairs:
         assert type(got) is type(wanted)
         assert_same_bits(host(got), host(wanted), name)
+
+
+@needs("jax")
+def test_jax_has_operators_and_no_protocol() -> None:
+    import jax
+
+    made = arguments("jax:cpu:0")
+    q, x = made[A.Q], made[A.X]
+    wanted = host(x + q.dequantize())
+    assert_same_bits(host(jax.jit(lambda a: a + q)(x)), wanted)
+    for call in (lambda: jax.numpy.add(x, q), lambda: jax.numpy.sum(q)):
+        with pytest.raises(TypeError, match="requires ndarray or scalar"):
+            call()
 
 
 @needs("torch")

@@ -26,7 +26,8 @@ Arguments = dict[str, Any]
 #: Changes the arguments of a function into those of an operation; is told the function's name.
 Before = Callable[[str, Arguments], Arguments]
 
-_WORD = re.compile(r"(?P<ours>~?\w+)(:(?P<theirs>\w+))?((?P<rule>[!?=])(?P<default>\S*))?")
+#: The operation's name, the library's, a rule, and what the rule is about.
+_WORD = re.compile(r"(~?\w+)(?::(\w+))?(?:([!?=])(\S*))?")
 
 
 class Parameter(NamedTuple):
@@ -113,9 +114,6 @@ def _named(row: Call, called: str, aliases: Mapping[str, str]) -> Call:
 
 
 def _parameter(word: str) -> Parameter:
-    found = _WORD.fullmatch(word)
-    if found is None:
-        raise ValueError(word)
-    ours, rule, default = found["ours"], found["rule"] or "", found["default"]
-    theirs = found["theirs"] or ours.removeprefix("~")
-    return Parameter(theirs, ours, rule, literal_eval(default or "None"))
+    _, ours, theirs, rule, default, _ = _WORD.split(word)
+    name = theirs or ours.removeprefix("~")
+    return Parameter(name, ours, rule or "", literal_eval(default or "None"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from itertools import takewhile
@@ -21,6 +22,8 @@ from polyquant.methods import operations
 from polyquant.ops.compiled import compiled, is_compiling
 from polyquant.qtensor import QTensor
 
+#: What every library has, where no function has a name like the one that was asked for.
+_SOME = ("add", "matmul", "reshape", "sort", "sum")
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -192,8 +195,10 @@ def _fact(library: str, function: Any, args: Sequence[Any], kwargs: Mapping[str,
         # Not a TypeError, after which Python would add `x += q` up in a new tensor.
         wanted = "plain, such as q.dequantize(), where it changes a tensor in place"
         raise InvalidArgument(name=f"What comes to {called}", wanted=wanted, got=quantized)
-    known = ", ".join(sorted({call.op for call in calls(library)}))
-    raise UnsupportedFunction(function=called, known=f"what pq.ops does ({known})")
+    names = sorted({call.called.rpartition(".")[2] for call in calls(library)})
+    near = get_close_matches(called.rpartition(".")[2], names) or _SOME
+    known = f"the operations of pq.ops as functions of {library}, such as {', '.join(near)}"
+    raise UnsupportedFunction(function=called, known=known)
 
 
 def _check_library(
