@@ -27,14 +27,13 @@ def running(xp: Any, better: Callable[[Array, Array], Array], x: Array, axis: in
 def flat_positions(xp: Any, indices: Array, shape: tuple[int, ...], axis: int) -> Array:
     """Where in the line of all numbers of ``shape`` each of ``indices`` points, along an axis.
 
-    Along every other axis a number lies where its index does. Negative ones count from the end.
+    ``indices`` are of the library's default integers (JAX's are of 32 bits); negative ones count
+    from the end. Along every other axis a number lies where its index does.
     """
-    whole = xp.arange(1).dtype  # the library's own integers: JAX's are of 32 bits
-    indices = xp.astype(indices, whole)
     found = xp.where(indices < 0, indices + shape[axis], indices) * math.prod(shape[axis + 1 :])
     for other, extent in enumerate(indices.shape):
         if other != axis:
-            steps = xp.arange(extent, dtype=whole, **place(indices))
+            steps = xp.arange(extent, dtype=indices.dtype, **place(indices))
             ones = (1,) * (len(shape) - other - 1)
             found = found + xp.reshape(steps, (extent, *ones)) * math.prod(shape[other + 1 :])
     return found

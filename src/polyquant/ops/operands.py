@@ -156,7 +156,7 @@ def index_beside(x: Any, indices: Any, axis: int, *, least: int | None = None) -
         first = int(to_host(found)[to_host(outside)][0])
         reason = f"axis {axis} has the indices {low} to {extent - 1}" if extent else "it is empty"
         raise InvalidIndex(index=first, shape=shape, reason=reason)
-    return found
+    return xp.astype(found, xp.arange(1).dtype, copy=False)  # torch takes no others everywhere
 
 
 def broadcast(op: str, *operands: Any) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from polyquant import views
+from polyquant.arrays import namespace
 from polyquant.errors import BlockRank, InvalidArgument, LayoutRefused
 from polyquant.ops.conversion import quantize
 from polyquant.qtensor import QTensor
@@ -62,7 +63,9 @@ def gathered(q: Any, indices: Any, axis: int | None, *, keepdims: bool = True) -
         return None
     try:
         if axis is None:
-            line = views.gather(views.reshape(q, (-1,)), indices.reshape((1,)), 0)
+            line = views.gather(
+                views.reshape(q, (-1,)), namespace(indices).reshape(indices, (1,)), 0
+            )
             found = views.reshape(line, (1,) * q.ndim if keepdims else ())
         else:
             found = views.gather(q, indices, axis)
