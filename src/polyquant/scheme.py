@@ -292,7 +292,7 @@ def _scheme_of(form: Any, *, depth: int) -> QuantScheme:
         reason = "its offset needs kind and dtype, or null"
     if reason is not None:
         raise UnknownScheme(got=form, reason=reason, fix=_SEE)
-    if form["version"] != JSON_VERSION:
+    if not isinstance(form["version"], int) or form["version"] != JSON_VERSION:
         raise UnsupportedVersion(what="scheme", got=form["version"], known=JSON_VERSION)
 
     def dtype(inner: Any) -> Any:
