@@ -31,12 +31,13 @@ def section() -> str:
 def model() -> str:
     """A real model with quantized linear layers beside itself in float32."""
     found = _results("minilm.json")
-    first, version = found["rows"][0], found["versions"]["transformers"]
+    first = found["rows"][0]
     batch, tokens = first["batch"]
     text = (
-        f"Cosines are between the embeddings of {first['sentences']} sentences of Python's "
-        f"reference in the two models; the time is that of a batch of {batch} sentences, padded to "
-        f"{tokens} tokens. {origin(found)} transformers {version}."
+        "Cosines are between the embeddings by the quantized and by the float32 model, of "
+        f"{first['sentences']} sentences of Python's reference; the time is that of a batch of "
+        f"{batch} sentences, padded to {tokens} tokens. The first row is the float32 model beside "
+        f"itself. {origin(found, 'transformers')}"
     )
     return markdown.page([text, fidelity(found["rows"])])
 
@@ -102,10 +103,11 @@ def _results(name: str) -> dict[str, Any]:
     return found
 
 
-def origin(found: dict[str, Any]) -> str:
-    """The machine, the date and the versions in one sentence."""
+def origin(found: dict[str, Any], *besides: str) -> str:
+    """The machine, the date and the versions (of NumPy, torch and ``besides``) in one sentence."""
     machine, versions = found["machine"], found["versions"]
-    named = ", ".join(f"{name} {versions[name]}" for name in ("numpy", "torch") if name in versions)
+    packages = [name for name in ("numpy", "torch", *besides) if name in versions]
+    named = ", ".join(f"{name} {versions[name]}" for name in packages)
     threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     return (
         f"Measured on {found['date']}: {machine['cpu']}, {threads}, "

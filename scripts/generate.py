@@ -29,6 +29,7 @@ PAGES: MappingProxyType[tuple[str, str | None], Callable[[], str]] = MappingProx
     {
         ("README.md", "support"): support_table.short,
         ("README.md", "benchmarks"): bench_table.section,
+        ("README.md", "model"): bench_table.model,
         ("ARCHITECTURE.md", "layers"): layer_table.section,
         ("docs/support.md", None): support_table.page,
         ("docs/schemes.md", None): scheme_page.page,
