@@ -102,14 +102,19 @@ def backend_of(array: Array, role: str = "The operand") -> Backend:
 
 def find_backend(array: Any) -> Backend | None:
     """The backend whose array this is, or None."""
-    name = _owner(array.__class__)
-    if name is not None:
-        candidate = _standard(name) if name not in BACKENDS else backend(name)
-        return candidate if candidate.is_array(array) else None
-    return None
+    candidate = _candidate(array.__class__)
+    return candidate if candidate is not None and candidate.is_array(array) else None
 
 
 @lru_cache(maxsize=1024)
+def _candidate(cls: Hashable) -> Backend | None:
+    """The backend of an array class's library."""
+    name = _owner(cls)
+    if name is None:
+        return None
+    return backend(name) if name in BACKENDS else _standard(name)
+
+
 def _owner(cls: Hashable) -> str | None:
     """The library of an array class: the first of its bases that a known library defines."""
     if not isinstance(cls, type):

@@ -8,6 +8,8 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from polyquant.arrays import (
     BACKENDS,
     FLOAT_DTYPES,
@@ -217,7 +219,7 @@ def _fix(first: tuple[str, Any, str], second: tuple[str, Any, str]) -> str:
 def facts_of(operand: Any) -> Hashable:
     """What a checked answer about an operand is remembered by; None where none may be."""
     if operand.__class__ is QTensor:
-        if operand.requires_grad:
+        if operand.data.__class__ is not np.ndarray and operand.requires_grad:
             return None
         return operand.scheme, operand.shape, operand.axes, operand.device
     owner = find_backend(operand)

@@ -126,10 +126,13 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
     @property
     def requires_grad(self) -> bool:
         """Whether autograd tracks the scales, the offsets or the table. Codes have no gradient."""
-        for part in (self.scales, self.tensor_scale, self.offsets, self.table):
-            if getattr(part, "requires_grad", False):
-                return True
-        return False
+        whole, offsets, table = self.tensor_scale, self.offsets, self.table
+        return (  # asked at every product, so without a loop
+            getattr(self.scales, "requires_grad", False)
+            or (whole is not None and getattr(whole, "requires_grad", False))
+            or (offsets is not None and getattr(offsets, "requires_grad", False))
+            or (table is not None and getattr(table, "requires_grad", False))
+        )
 
     def __repr__(self) -> str:
         identity = self.axes == tuple(range(self.ndim))

@@ -1,6 +1,6 @@
-"""The door to what torch.compile and torch.export read instead of an operation.
+"""The door to what torch.compile reads instead of an operation.
 
-They read Python, and know torch's ops, not how a kernel is chosen. What they read is built on the
+It reads Python, and knows torch's ops, not how a kernel is chosen. What it reads is built on the
 operations, and so is imported late.
 """
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def is_compiling() -> bool:
-    """Whether this very call is being read by torch.compile or torch.export, not run."""
+    """Whether this very call is being read by torch.compile (or a strict torch.export), not run."""
     torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling()
+    return torch is not None and torch.compiler.is_dynamo_compiling()
 
 
 def compiled() -> ModuleType:

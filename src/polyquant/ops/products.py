@@ -43,20 +43,16 @@ def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) 
         return compiled().matmul(a, b, out_dtype, kernel)
     plan = None
     if out_dtype is None and kernel is None:
-        plan = plans().get(_facts(a, b))
+        key: tuple[Hashable, ...] = (facts_of(a), facts_of(b))
+        if a.__class__ is QTensor is b.__class__:  # no array among them says what watches the call
+            key = (*key, facts_of(a.data))
+        plan = plans().get(key)
     if plan is None:
         plan = _plan_product(a, b, out_dtype, kernel)
         if out_dtype is None and kernel is None:
-            _remember(_facts(a, b), plan)
+            _remember(key, plan)
     result = plan[0](a, b, plan[1])
     return quantized_again(result, (a, b)) if propagates() else result
-
-
-def _facts(a: Any, b: Any) -> tuple[Hashable, ...]:
-    """What a product is remembered by; with a None among it, it is not."""
-    if a.__class__ is b.__class__ is QTensor:  # no array among them says what watches the call
-        return facts_of(a), facts_of(b), facts_of(a.data)
-    return facts_of(a), facts_of(b)
 
 
 def _plan_product(a: Any, b: Any, out_dtype: Any, kernel: str | None) -> _Plan:

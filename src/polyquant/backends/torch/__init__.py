@@ -90,28 +90,31 @@ def _move(array: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _facts(array: torch.Tensor) -> Hashable:
-    if _is_watched() or array.layout is not torch.strided or array.is_nested:
+    if _functorch() or _dispatch_modes() or _is_autocast_enabled():
         return None
-    is_tracked = array.requires_grad and torch.is_grad_enabled()
+    if array.layout is not _STRIDED or array.is_nested:
+        return None
+    is_tracked = array.requires_grad and _is_grad_enabled()
     return array.__class__, array.dtype, array.shape, array.device, is_tracked
 
 
-def _is_watched() -> bool:
-    """Whether something of torch's stands between a call and its kernel, here and now.
+# Asked at every product, so their names are looked up once. For the first two torch has no public
+# question: is torch.func (vmap, grad, ...) or a dispatch mode (a tracer, a counter) on?
+_functorch = torch._C._functorch.peek_interpreter_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_grad_enabled = torch.is_grad_enabled
+_STRIDED = torch.strided
 
-    torch.func (vmap, grad, ...), a dispatch mode (a tracer, a counter), or autocast, which would
-    round what enters a product. torch has no public question for the first two.
-    """
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._is_any_autocast_enabled()
-    )
+
+def _is_watched() -> bool:
+    """Whether something of torch's stands between a call and its kernel, here and now."""
+    return bool(_functorch() or _dispatch_modes() or _is_autocast_enabled())
 
 
 def _is_transformed(array: torch.Tensor) -> bool:
     """Whether an op must be seen as one: autograd, a tracer, vmap, autocast, a tensor subclass."""
-    if array.requires_grad and torch.is_grad_enabled():
+    if array.requires_grad and _is_grad_enabled():
         return True
     if torch.compiler.is_compiling() or _is_watched():
         return True
