@@ -18,6 +18,7 @@ from types import MappingProxyType
 import bench_table
 import error_page
 import layer_table
+import ops_page
 import scheme_page
 import support_table
 
@@ -34,6 +35,7 @@ PAGES: MappingProxyType[tuple[str, str | None], Callable[[], str]] = MappingProx
         ("docs/support.md", None): support_table.page,
         ("docs/schemes.md", None): scheme_page.page,
         ("docs/errors.md", None): error_page.page,
+        ("docs/ops.md", None): ops_page.page,
     }
 )
 
