@@ -693,6 +693,23 @@ def test_tensors_are_told_apart_by_identity(device: str) -> None:
     assert [other, q].index(other) == 0
 
 
+def test_numbers_within(device: str) -> None:
+    q = weight(device)
+    assert float(host(q.dequantize())[1, 2]) in q
+    assert 1e9 not in q and "x" not in q
+
+
+def test_subclasses_and_large_numbers() -> None:
+    class Odd(np.ndarray):
+        def __mul__(self, other: Any) -> Any:
+            return "something else"
+
+    assert_same(Q * X.view(Odd), X * X)
+    for device in CPU:
+        q = weight(device)
+        assert_same(q + 2**70, q.dequantize() + 2.0**70)
+
+
 def test_one_element(device: str) -> None:
     one = pq.quantize(np.full((1, 1), -2.5, F32), "q8s/tensor:f32").to(device)
     assert float(one) == one.item() == -2.5
@@ -866,6 +883,9 @@ REFUSED: tuple[tuple[Callable[[], Any], type[errors.PolyquantError], str], ...] 
         r"of shape \(1, 4, 8\), which is not that of the first",
     ),
     (lambda: ops.clamp(Q, X[:3]), errors.ShapeMismatch, "clamp cannot combine"),
+    (lambda: ops.mask_fill(1.0, MASK, Q), errors.NotAnArray, "x must be an array"),
+    (lambda: ops.conv2d(1.0, KERNEL), errors.NotAnArray, "x must be an array"),
+    (lambda: ops.conv2d(IMAGE, KERNEL, 1.0), errors.NotAnArray, "bias must be an array"),
     (lambda: ops.exp("x"), errors.NotAnArray, "x must be an array .* of type str"),
     (lambda: ops.exp(2.0), errors.NotAnArray, "of type float"),
     (lambda: ops.add(1, 2), errors.NotAnArray, "a must be an array"),

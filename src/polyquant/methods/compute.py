@@ -63,6 +63,10 @@ class ComputeMethods:
     def __abs__(self) -> Any:
         return operations().abs(self)
 
+    def __contains__(self, item: Any) -> bool:
+        found = self == item
+        return found if isinstance(found, bool) else bool(operations().any(found))
+
     # -- one element --------------------------------------------------------------------------
 
     def __bool__(self) -> bool:

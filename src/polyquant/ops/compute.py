@@ -17,7 +17,15 @@ from typing import Any
 
 from polyquant.arrays import Array
 from polyquant.ops.lacking import running
-from polyquant.ops.operands import Axes, Operands, broadcast, check_mask, enter, fits_into
+from polyquant.ops.operands import (
+    Axes,
+    Operands,
+    broadcast,
+    check_array,
+    check_mask,
+    enter,
+    fits_into,
+)
 from polyquant.ops.table import Kind, as_result, binary, cumulative, finish, reduction, row, unary
 
 __all__ = [
@@ -387,6 +395,7 @@ def where(mask: Any, a: Any, b: Any) -> Array:
 def mask_fill(x: Any, mask: Any, value: Any) -> Array:
     """``x``, with ``value`` where ``mask`` (an array of booleans) is true; both fit into ``x``."""
     roles = (("x", x), ("value", value))
+    check_array("x", x)
     check_mask("mask_fill", mask)
     entered = enter("mask_fill", roles, beside=(("mask", mask),))
     fits_into("mask_fill", x, mask, value)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from polyquant.arrays import Array, place
 from polyquant.data import is_whole
 from polyquant.errors import InvalidArgument, ShapeMismatch
-from polyquant.ops.operands import enter
+from polyquant.ops.operands import check_array, enter
 from polyquant.ops.table import Kind, finish, row
 
 __all__ = ["conv2d"]
@@ -43,6 +43,8 @@ def conv2d(
     dilation are numbers, or pairs for rows and columns. Accumulated in float32 or better.
     """
     roles = (("x", x), ("weight", weight), ("bias", bias))
+    for role, operand in roles:
+        check_array(role, operand)
     by = window(stride, padding, dilation, groups)
     entered = enter("conv2d", roles, sums=True)
     size = output_size(x.shape, weight.shape, by, bias)

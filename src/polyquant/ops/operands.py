@@ -23,7 +23,7 @@ from polyquant.arrays import (
 )
 from polyquant.data import is_whole
 from polyquant.dispatch import check_one_device, check_real
-from polyquant.errors import InvalidArgument, InvalidAxes, InvalidIndex, ShapeMismatch
+from polyquant.errors import InvalidArgument, InvalidAxes, InvalidIndex, NotAnArray, ShapeMismatch
 from polyquant.ops.conversion import dequantize
 from polyquant.ops.lacking import host_function
 from polyquant.qtensor import QTensor
@@ -68,7 +68,9 @@ class Operands(NamedTuple):
             return dequantize(x, None if self.wide == self.xp.float32 else self.wide)
         if is_number(x):
             plain = x.item() if isinstance(x, np.generic) else x
-            return int(plain) if isinstance(plain, bool) else plain
+            if isinstance(plain, float):
+                return plain
+            return int(plain) if abs(plain) < 2**63 else float(plain)  # more torch does not take
         x = np.asarray(x) if self.owner.name == "numpy" else x  # a subclass may compute otherwise
         return self.xp.astype(x, self.wide, copy=False)
 
@@ -124,6 +126,12 @@ def is_operand(x: Any) -> bool:
     if isinstance(x, QTensor) or is_number(x):
         return True
     return not isinstance(x, np.generic) and find_backend(x) is not None
+
+
+def check_array(role: str, x: Any) -> None:
+    """Refuse a number where only an array or a QTensor will do. Raises NotAnArray."""
+    if is_number(x):
+        raise NotAnArray(role=role, got=describe(x))
 
 
 def check_mask(op: str, mask: Any) -> None:

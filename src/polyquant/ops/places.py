@@ -16,21 +16,20 @@ from polyquant.arrays import (
     HostArray,
     backend_of,
     constant,
-    describe,
     find_backend,
     namespace,
 )
 from polyquant.data import is_whole
 from polyquant.dispatch import check_one_device
-from polyquant.errors import InvalidArgument, InvalidIndex, NotAnArray, ShapeMismatch
+from polyquant.errors import InvalidArgument, InvalidIndex, ShapeMismatch
 from polyquant.ops.lacking import flat_positions
 from polyquant.ops.operands import (
     Operands,
+    check_array,
     check_flag,
     enter,
     fits_into,
     index_beside,
-    is_number,
     one_axis,
 )
 from polyquant.ops.propagation import propagates
@@ -140,8 +139,7 @@ def assign(x: Any, key: Any, values: Any, *, reduce: str = "set") -> Array:
 def _entered(op: str, x: Any, values: Any, reduce: Any) -> tuple[Operands, bool]:
     """The operands, checked, and whether values are added."""
     entered = enter(op, (("x", x), ("values", values)))
-    if is_number(x):
-        raise NotAnArray(role="x", got=describe(x))
+    check_array("x", x)
     if not isinstance(reduce, str) or reduce not in ("add", "set"):
         raise InvalidArgument(name="reduce", wanted="'add' or 'set'", got=reduce)
     return entered, reduce == "add"
