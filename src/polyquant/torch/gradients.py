@@ -1,4 +1,4 @@
-"""The gradient of dequantizing: from that of the values to those of scales, offsets and table."""
+"""Gradients of scales, offsets, table and input: of dequantizing, and straight through."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyquant import standard
 from polyquant.arrays import namespace
-from polyquant.blocks import Blocks, Rows, blocks_of, split, spread
+from polyquant.blocks import Blocks, Rows, blocks_of, merge, split, spread
 from polyquant.codec import unpack
 from polyquant.qtensor import QTensor
 from polyquant.scheme import OffsetKind
@@ -64,35 +64,105 @@ def _gradients(
             "offsets", q.offsets, _block_sums(g if is_bias else -g * here.divisor, q)
         )
     if q.table is not None and is_wanted("table"):
-        of_codes = (g * here.divisor).reshape(-1)
-        entries = of_codes.new_zeros(q.table.shape)
-        yield f"{prefix}table", entries.index_add(0, here.codes.reshape(-1).int(), of_codes)
+        yield f"{prefix}table", _of_table(here, g, q)
+
+
+class StraightThrough(NamedTuple):
+    """What ``straight_through`` gives: gradients of the input, and on the grid or of the table."""
+
+    x: Tensor
+    scales: Tensor
+    offsets: Tensor
+    table: Tensor
+
+
+def straight_through(q: QTensor, x: Tensor, grad: Tensor) -> StraightThrough:
+    """Gradients of ``dequantize(quantize(x))``, whose rounding counts for nothing.
+
+    For ``x`` it is 1 inside of the range of its block, ends included (to four units in the last
+    place of float32, by which a calibrated scale may fall short of the block's maximum), and 0
+    outside. With ``v = n * D + bias`` and ``n = code - zero``, sums over every block::
+
+        dD = sum(grad * (n - (x - bias) / D)) inside + sum(grad * n) outside
+        dbias = sum(grad) outside              dzero = -sum(grad * D) outside
+
+    The first is that of learned step sizes (LSQ, arXiv:1902.08153), the second of LSQ+
+    (arXiv:2004.09576). ``dtable`` is that of dequantizing.
+    """
+    here = _decoded(q)
+    shape = here.blocks.shape
+    g = split(here.xp, grad.reshape(shape), here.blocks)
+    values = split(
+        here.xp, standard.flush(x.detach().to(here.numbers.dtype)).reshape(shape), here.blocks
+    )
+    bias = here.bias if here.bias is not None else 0.0
+    ends = [number * here.divisor + bias for number in here.ends]
+    low, high = here.xp.minimum(*ends), here.xp.maximum(*ends)
+    slack = _SLACK * here.xp.maximum(low.abs(), high.abs())
+    inside = (values >= low - slack) & (values <= high + slack)
+    is_zero = here.divisor == 0
+    exact = here.xp.where(is_zero, 0.0, (values - bias) / here.xp.where(is_zero, 1.0, here.divisor))
+    steps = here.numbers - inside * exact
+    outside = g * ~inside
+    is_bias = here.bias is not None
+    of_x = merge(here.xp, g * inside, here.blocks).reshape(x.shape)
+    return StraightThrough(
+        of_x.to(x.dtype),
+        _block_sums(g * steps, q),
+        _block_sums(outside if is_bias else -outside * here.divisor, q),
+        _of_table(here, g, q),
+    )
+
+
+#: Four units in the last place of float32.
+_SLACK = 2.0**-21
+
+
+def _of_table(here: _Decoded, g: Tensor, q: QTensor) -> Tensor:
+    """Sums of ``grad * D`` over all values of a code."""
+    of_codes = (g * here.divisor).reshape(-1)
+    entries = of_codes.new_zeros(2**q.scheme.bits)
+    return entries.index_add(0, here.codes.reshape(-1).int(), of_codes)
 
 
 class _Decoded(NamedTuple):
-    """A tensor side by side with its blocks: codes, ``code - zero``, and the divisor."""
+    """A tensor side by side with its blocks: codes, ``code - zero``, its ends, divisor and bias."""
 
     xp: Any
     blocks: Blocks
     codes: Tensor
     numbers: Tensor
+    ends: tuple[Tensor, Tensor]
     divisor: Tensor
+    bias: Tensor | None
 
 
 def _decoded(q: QTensor) -> _Decoded:
     xp, blocks = namespace(q.data), blocks_of(q.scheme, q.stored_shape)
-    everything = Rows(slice(None), slice(None), blocks)
     data = q.data.reshape(*blocks.shape[:-1], q.data.shape[-1])
     codes = unpack(xp, data, blocks.shape[-1], q.scheme.value, q.scheme.store)
     codes = split(xp, codes, blocks)
     scale = standard.divisor(q.scheme, Params(q.scales, q.tensor_scale, q.offsets, q.table))
     whole = scale.value if scale.half is None else scale.value * scale.half
     offsets = None if q.offsets is None else standard.offset_numbers(q.offsets)
-    if q.scheme.offset is not None and q.scheme.offset.kind is OffsetKind.BIAS:
-        offsets = None if offsets is None else offsets * 0.0
-    one = Divisor(whole * 0.0 + 1.0, None)
-    numbers = standard.decode(codes, q.scheme, one, offsets, q.table, everything)
-    return _Decoded(xp, blocks, codes, numbers, spread(xp, whole, blocks))
+    is_bias = q.scheme.offset is not None and q.scheme.offset.kind is OffsetKind.BIAS
+    # Decoded without a scale and without a bias, which are taken from the tensor one by one.
+    plain = q.scheme.with_offset(None) if is_bias else q.scheme
+    one = Divisor(xp.ones_like(whole), None)
+    everything = Rows(slice(None), slice(None), blocks)
+    numbers = standard.decode(codes, plain, one, None if is_bias else offsets, q.table, everything)
+    spread_offsets = None if offsets is None else spread(xp, offsets, blocks)
+    ends = _ends(q, None if is_bias else spread_offsets)
+    divisor = spread(xp, whole, blocks)
+    return _Decoded(xp, blocks, codes, numbers, ends, divisor, spread_offsets if is_bias else None)
+
+
+def _ends(q: QTensor, zero: Tensor | None) -> tuple[Any, Any]:
+    """The lowest and the highest ``code - zero``."""
+    low, high = q.scheme.value.range
+    if q.table is not None:
+        low, high = q.table.min(), q.table.max()
+    return (low, high) if zero is None else (low - zero, high - zero)
 
 
 def _block_sums(values: Tensor, q: QTensor) -> Tensor:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from polyquant.data import parts as stored_parts
+from polyquant.errors import UnsupportedFunction
 from polyquant.ops.conversion import decode, quantize_plain
 from polyquant.ops.products import check_linear, check_operands, multiply, multiply_and_add
 from polyquant.scheme import scheme as as_scheme
-from polyquant.torch.gradients import part_gradients
+from polyquant.torch import batches
+from polyquant.torch.gradients import part_gradients, straight_through
 from polyquant.torch.operands import (
     Operand,
     exact,
@@ -28,12 +29,15 @@ from polyquant.torch.operands import (
     product_shape,
     right_gradient,
 )
+from polyquant.torch.registration import register, register_batches
+
+# Every op is three or four functions and one line of ``register``: what it computes, what it looks
+# like (_like_...), what its derivative keeps (_keep_...), and the derivative (_back_...).
 
 # -- dequantize -------------------------------------------------------------------------------
 
 
-@custom_op("polyquant::dequantize", mutates_args=())
-def dequantize(
+def _dequantize(
     parts: Sequence[Tensor],
     scheme: str,
     shape: Sequence[int],
@@ -41,31 +45,30 @@ def dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     """The values of a quantized tensor."""
-    return decode(Operand(parts, scheme, shape, axes).tensor(), dtype)
+    made: Tensor = decode(Operand(parts, scheme, shape, axes).tensor(), dtype)
+    return made
 
 
-@dequantize.register_fake
-def _(parts: Any, scheme: Any, shape: Any, axes: Any, dtype: Any) -> Tensor:
+def _like_values(parts: Any, scheme: Any, shape: Any, axes: Any, dtype: Any) -> Tensor:
     stored = Operand(parts, scheme, shape, axes).stored_shape
     made: Tensor = parts[0].new_empty(stored, dtype=dtype).permute(tuple(axes))
     return made
 
 
-def _keep_parts(ctx: Any, inputs: Any, output: Any) -> None:
-    parts, *ctx.description, _ = inputs
+def _keep_parts(ctx: Any, arguments: Any, result: Any) -> None:
+    parts, *ctx.description, _ = arguments
     ctx.save_for_backward(*parts)
 
 
-def _dequantize_backward(ctx: Any, grad: Tensor) -> Any:
-    weight = Operand(ctx.saved_tensors, *ctx.description)
-    return *weight.gradients(grad, ctx.needs_input_grad[0]), None
+def _back_dequantize(ctx: Any, grad: Tensor) -> Any:
+    q = Operand(ctx.saved_tensors, *ctx.description)
+    return *q.gradients(grad, ctx.needs[0]), None
 
 
-dequantize.register_autograd(_dequantize_backward, setup_context=_keep_parts)
+register("dequantize", _dequantize, _like_values, _keep_parts, _back_dequantize)
 
 
-@custom_op("polyquant::dequantize_backward", mutates_args=())
-def dequantize_backward(
+def _dequantize_backward(
     grad: Tensor,
     parts: Sequence[Tensor],
     scheme: str,
@@ -73,20 +76,29 @@ def dequantize_backward(
     axes: Sequence[int],
     wanted: Sequence[int],
 ) -> list[Tensor]:
-    """Gradients of the parts ``wanted`` (by index) from that of the values."""
+    """Gradients of the parts ``wanted`` (by index) from that of the values, in compiled code."""
     return part_gradients(Operand(parts, scheme, shape, axes).tensor(), grad, wanted)
 
 
-@dequantize_backward.register_fake
-def _(grad: Any, parts: Any, scheme: Any, shape: Any, axes: Any, wanted: Any) -> Any:
+def _like_parts(grad: Any, parts: Any, scheme: Any, shape: Any, axes: Any, wanted: Any) -> Any:
     return [torch.empty_like(parts[i]) for i in wanted]
 
+
+def _keep_nothing(ctx: Any, arguments: Any, result: Any) -> None:
+    return None
+
+
+def _back_refused(ctx: Any, grads: Any) -> Any:
+    known = "first derivatives in compiled code; second ones of scales, offsets and tables outside"
+    raise UnsupportedFunction(function="The second derivative of dequantize", known=known)
+
+
+register("dequantize_backward", _dequantize_backward, _like_parts, _keep_nothing, _back_refused)
 
 # -- products ---------------------------------------------------------------------------------
 
 
-@custom_op("polyquant::matmul", mutates_args=())
-def matmul(
+def _matmul(
     a: Sequence[Tensor],
     a_scheme: str,
     a_shape: Sequence[int],
@@ -106,34 +118,35 @@ def matmul(
         return made
 
 
-@matmul.register_fake
-def _(a: Any, a1: Any, a2: Any, a3: Any, b: Any, b1: Any, b2: Any, b3: Any, dtype: Any) -> Tensor:
+def _like_product(
+    a: Any, a1: Any, a2: Any, a3: Any, b: Any, b1: Any, b2: Any, b3: Any, dtype: Any
+) -> Tensor:
     left, right = Operand(a, a1, a2, a3), Operand(b, b1, b2, b3)
     check_operands(left.tensor(), right.tensor())
     made: Tensor = a[0].new_empty(product_shape(left.extents, right.extents), dtype=dtype)
     return made
 
 
-def _keep_operands(ctx: Any, inputs: Any, output: Any) -> None:
-    a, b = Operand(*inputs[:4]), Operand(*inputs[4:8])
+def _keep_operands(ctx: Any, arguments: Any, result: Any) -> None:
+    a, b = Operand(*arguments[:4]), Operand(*arguments[4:8])
     ctx.descriptions = a[1:], b[1:]
-    ctx.extents = a.extents, b.extents
+    ctx.extents = tuple(a.extents), tuple(b.extents)
     ctx.dtypes = [x.parts[0].dtype if not x.scheme else torch.float32 for x in (a, b)]
     # A float operand is needed for the gradient of the other one alone.
-    kept = [x.parts if x.scheme or _is_tracked(y) else [] for x, y in ((a, b), (b, a))]
+    kept = [x.parts if x.scheme or _is_tracked(y.parts) else [] for x, y in ((a, b), (b, a))]
     ctx.count = len(kept[0])
     ctx.save_for_backward(*kept[0], *kept[1])
 
 
-def _is_tracked(x: Operand) -> bool:
-    return any(part.requires_grad for part in x.parts)
+def _is_tracked(parts: Sequence[Tensor]) -> bool:
+    return any(part.requires_grad for part in parts)
 
 
-def _matmul_backward(ctx: Any, grad: Tensor) -> Any:
+def _back_matmul(ctx: Any, grad: Tensor) -> Any:
     saved = ctx.saved_tensors
     a = Operand(saved[: ctx.count], *ctx.descriptions[0])
     b = Operand(saved[ctx.count :], *ctx.descriptions[1])
-    needs_a, needs_b = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
+    needs_a, needs_b = ctx.needs[0], ctx.needs[4]
     of_a = of_b = None
     if any(needs_a):
         of_a = left_gradient(grad, ctx.extents[0], b, _gradient_dtype(ctx.dtypes[0], grad))
@@ -147,11 +160,10 @@ def _gradient_dtype(dtype: torch.dtype, grad: Tensor) -> torch.dtype:
     return torch.float64 if grad.dtype == torch.float64 else dtype
 
 
-matmul.register_autograd(_matmul_backward, setup_context=_keep_operands)
+register("matmul", _matmul, _like_product, _keep_operands, _back_matmul)
 
 
-@custom_op("polyquant::linear", mutates_args=())
-def linear(
+def _linear(
     x: Tensor,
     parts: Sequence[Tensor],
     scheme: str,
@@ -164,12 +176,11 @@ def linear(
     weight = Operand(parts, scheme, shape, axes).tensor()
     check_linear(x, weight, bias)
     with exact(x):
-        made: Tensor = multiply_and_add(x.detach(), weight, bias, activations or None).contiguous()
-        return made
+        made: Tensor = multiply_and_add(x.detach(), weight, bias, activations or None)
+        return made.detach().contiguous()
 
 
-@linear.register_fake
-def _(
+def _like_linear(
     x: Any, parts: Any, scheme: Any, shape: Any, axes: Any, bias: Any, activations: Any
 ) -> Tensor:
     check_linear(x, Operand(parts, scheme, shape, axes).tensor(), bias)
@@ -177,28 +188,26 @@ def _(
     return made
 
 
-def _keep_linear(ctx: Any, inputs: Any, output: Any) -> None:
-    x, parts, *ctx.description, bias, ctx.activations = inputs
+def _keep_linear(ctx: Any, arguments: Any, result: Any) -> None:
+    x, parts, *ctx.description, bias, ctx.activations = arguments
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.x_dtype = x.dtype
-    is_tracked = any(part.requires_grad for part in parts)
-    ctx.save_for_backward(*parts, *([x] if is_tracked else []))
+    ctx.save_for_backward(*parts, *([x] if _is_tracked(parts) else []))
 
 
-def _linear_backward(ctx: Any, grad: Tensor) -> Any:
-    needs_x, needs_parts, needs_bias = (ctx.needs_input_grad[i] for i in (0, 1, 5))
+def _back_linear(ctx: Any, grad: Tensor) -> Any:
+    needs_x, needs_parts, needs_bias = (ctx.needs[i] for i in (0, 1, 5))
     count = len(needs_parts)
     weight = Operand(ctx.saved_tensors[:count], *ctx.description)
+    wide = _gradient_dtype(torch.float32, grad)
     of_x = of_weight = of_bias = None
     if needs_x:
         of_x = product(Operand([grad]), weight, ctx.x_dtype)
     lines = grad.reshape(-1, grad.shape[-1])
     if any(needs_parts):
         entering = _entering(ctx.saved_tensors[count], ctx.activations)
-        dtype = _gradient_dtype(torch.float32, grad)
-        of_weight = product(Operand([lines.mT]), entering, dtype)
+        of_weight = product(Operand([lines.mT]), entering, wide)
     if needs_bias:
-        wide = _gradient_dtype(torch.float32, grad)
         of_bias = lines.sum(0, dtype=wide).to(ctx.bias_dtype)
     return of_x, *weight.gradients(of_weight, needs_parts), of_bias, None
 
@@ -213,17 +222,15 @@ def _entering(x: Tensor, activations: str) -> Operand:
     return Operand([values.reshape(lines.shape)])
 
 
-#: The options of the op "quantize" by default.
-MINMAX = ("minmax", None, None, None, None, "", "raise")
-
-linear.register_autograd(_linear_backward, setup_context=_keep_linear)
-
+register("linear", _linear, _like_linear, _keep_linear, _back_linear)
 
 # -- quantize and look up ---------------------------------------------------------------------
 
+#: The options of the op "quantize" by default.
+MINMAX = ("minmax", None, None, None, None, "", "raise")
 
-@custom_op("polyquant::quantize", mutates_args=())
-def quantize(
+
+def _quantize(
     x: Tensor,
     scheme: str,
     calibration: str,
@@ -243,32 +250,103 @@ def quantize(
 
 
 def _new(part: Tensor, given: Sequence[Tensor | None]) -> Tensor:
-    """A result that shares no memory with what was given, which ops may not return."""
+    """A result that shares no memory with what was given, and is not tracked."""
     places = {x.untyped_storage().data_ptr() for x in given if x is not None}
+    part = part.detach()
     return torch.clone(part) if part.untyped_storage().data_ptr() in places else part
 
 
-@quantize.register_fake
-def _(x: Any, scheme: Any, *options: Any) -> Any:
+def _like_quantized(x: Any, scheme: Any, *options: Any) -> Any:
     return [
         x.new_empty(part.shape, dtype=getattr(torch, part.dtype))
         for part in stored_parts(as_scheme(scheme), tuple(x.shape))
     ]
 
 
-def _track_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.mark_non_differentiable(*output)
+def _keep_untracked(ctx: Any, arguments: Any, result: Any) -> None:
+    ctx.mark_non_differentiable(*result)
 
 
-def _no_gradient(ctx: Any, grads: Any) -> Any:
+def _back_nothing(ctx: Any, *grads: Any) -> Any:
     return (None,) * 9
 
 
-quantize.register_autograd(_no_gradient, setup_context=_track_nothing)
+register("quantize", _quantize, _like_quantized, _keep_untracked, _back_nothing)
 
 
-@custom_op("polyquant::embedding", mutates_args=())
-def embedding(
+def _straight_through(
+    x: Tensor,
+    parts: Sequence[Tensor],
+    scheme: str,
+    shape: Sequence[int],
+    axes: Sequence[int],
+    scales: Tensor | None,
+    offsets: Tensor | None,
+    table: Tensor | None,
+    factor: float,
+) -> Tensor:
+    """The values of ``parts``, which ``x`` was quantized to; the rest is there for gradients."""
+    return _dequantize(parts, scheme, shape, axes, x.dtype).contiguous()
+
+
+def _like_input(x: Any, *others: Any) -> Tensor:
+    made: Tensor = x.new_empty(x.shape)
+    return made
+
+
+def _keep_input(ctx: Any, arguments: Any, result: Any) -> None:
+    x, parts, *ctx.description, scales, offsets, table, ctx.factor = arguments
+    ctx.like = [
+        None if each is None else (each.shape, each.dtype) for each in (scales, offsets, table)
+    ]
+    ctx.save_for_backward(x.detach(), *parts)
+
+
+def _back_straight_through(ctx: Any, grad: Tensor) -> Any:
+    x, *parts = ctx.saved_tensors
+    q = Operand(parts, *ctx.description)
+    of_x, *others = torch.ops.polyquant.straight_through_backward(grad, x, *q.arguments())
+    others[0] = others[0] * ctx.factor
+    found = [
+        None if like is None else gradient.reshape(like[0]).to(like[1])
+        for gradient, like in zip(others, ctx.like, strict=True)
+    ]
+    return of_x, None, None, None, None, *found, None
+
+
+register("straight_through", _straight_through, _like_input, _keep_input, _back_straight_through)
+
+
+def _straight_through_backward(
+    grad: Tensor,
+    x: Tensor,
+    parts: Sequence[Tensor],
+    scheme: str,
+    shape: Sequence[int],
+    axes: Sequence[int],
+) -> list[Tensor]:
+    """Gradients of ``x`` and, on the grid, of scales and offsets; of the table."""
+    return list(straight_through(Operand(parts, scheme, shape, axes).tensor(), x, grad))
+
+
+def _like_straight(grad: Any, x: Any, parts: Any, scheme: Any, shape: Any, axes: Any) -> Any:
+    made = as_scheme(scheme)
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    grid = made.scale_shape(tuple(shape))
+    sizes = (grid, grid, (2**made.bits,))
+    return [x.new_empty(x.shape), *(x.new_empty(size, dtype=wide) for size in sizes)]
+
+
+register(
+    "straight_through_backward",
+    _straight_through_backward,
+    _like_straight,
+    _keep_nothing,
+    _back_refused,
+)
+
+
+def _embedding(
     indices: Tensor,
     parts: Sequence[Tensor],
     scheme: str,
@@ -278,103 +356,32 @@ def embedding(
 ) -> Tensor:
     """Rows of a quantized (rows, columns) table, dequantized to ``dtype``."""
     weight = Operand(parts, scheme, shape, axes).tensor()
-    return decode(weight, dtype)[indices].contiguous()
+    made: Tensor = decode(weight, dtype)[indices].contiguous()
+    return made
 
 
-@embedding.register_fake
-def _(indices: Any, parts: Any, scheme: Any, shape: Any, axes: Any, dtype: Any) -> Tensor:
+def _like_rows(indices: Any, parts: Any, scheme: Any, shape: Any, axes: Any, dtype: Any) -> Tensor:
     made: Tensor = parts[0].new_empty((*indices.shape, shape[1]), dtype=dtype)
     return made
 
 
-def _keep_embedding(ctx: Any, inputs: Any, output: Any) -> None:
-    indices, parts, *ctx.description, _ = inputs
+def _keep_embedding(ctx: Any, arguments: Any, result: Any) -> None:
+    indices, parts, *ctx.description, _ = arguments
     ctx.save_for_backward(indices, *parts)
 
 
-def _embedding_backward(ctx: Any, grad: Tensor) -> Any:
+def _back_embedding(ctx: Any, grad: Tensor) -> Any:
     indices, *parts = ctx.saved_tensors
     weight = Operand(parts, *ctx.description)
     of_weight = None
-    if any(ctx.needs_input_grad[1]):
-        dtype = _gradient_dtype(torch.float32, grad)
-        lines = grad.reshape(-1, grad.shape[-1]).to(dtype)
+    if any(ctx.needs[1]):
+        lines = grad.reshape(-1, grad.shape[-1]).to(_gradient_dtype(torch.float32, grad))
         zeros = lines.new_zeros(tuple(weight.shape))
         of_weight = zeros.index_add(0, indices.reshape(-1), lines)
-    return None, *weight.gradients(of_weight, ctx.needs_input_grad[1]), None
+    return None, *weight.gradients(of_weight, ctx.needs[1]), None
 
 
-embedding.register_autograd(_embedding_backward, setup_context=_keep_embedding)
+register("embedding", _embedding, _like_rows, _keep_embedding, _back_embedding)
 
-
-# -- torch.vmap -------------------------------------------------------------------------------
-
-
-def _looped(op: Any) -> Any:
-    """One call for each of the batch: for what has no quicker rule, such as batched parts."""
-
-    def rule(info: Any, dims: Any, *arguments: Any) -> Any:
-        runs = [
-            op(*(_one(x, dim, i) for x, dim in zip(arguments, dims, strict=True)))
-            for i in range(info.batch_size)
-        ]
-        if isinstance(runs[0], Tensor):
-            return torch.stack(runs), 0
-        made = [torch.stack(each) for each in zip(*runs, strict=True)]
-        return made, [0] * len(made)
-
-    return rule
-
-
-def _one(x: Any, dim: Any, i: int) -> Any:
-    """An argument of one of the batch."""
-    if isinstance(dim, list | tuple) and isinstance(x, list | tuple):
-        return [_one(each, axis, i) for each, axis in zip(x, dim, strict=True)]
-    return x if dim is None else x.select(dim, i)
-
-
-def _is_batched(dims: Any) -> bool:
-    return any(dim is not None for dim in dims)
-
-
-def _matmul_batched(info: Any, dims: Any, *arguments: Any) -> Any:
-    """A batch of float operands becomes a leading axis, which a product has anyway."""
-    a, b, dtype = Operand(*arguments[:4]), Operand(*arguments[4:8]), arguments[8]
-    if (a.scheme and _is_batched(dims[0])) or (b.scheme and _is_batched(dims[4])):
-        return _looped(torch.ops.polyquant.matmul)(info, dims, *arguments)
-    is_left = not a.scheme
-    x, other = (a, b) if is_left else (b, a)
-    batch = x.parts[0].movedim((dims[0] if is_left else dims[4])[0], 0)
-    is_vector = batch.ndim == 2
-    if is_vector:
-        batch = batch.unsqueeze(-2 if is_left else -1)
-    missing = len(other.shape) - (batch.ndim - 1)
-    if missing > 0:
-        batch = batch.reshape(batch.shape[0], *[1] * missing, *batch.shape[1:])
-    made = product(*((Operand([batch]), b) if is_left else (a, Operand([batch]))), dtype)
-    if is_vector:
-        made = made.squeeze(-1 if len(other.shape) == 1 or not is_left else -2)
-    return made, 0
-
-
-def _linear_batched(info: Any, dims: Any, *arguments: Any) -> Any:
-    """A batch of ``x`` becomes a leading axis. Not where its quantization could see the axis."""
-    x, *weight, bias, activations = arguments
-    of_x, of_parts, of_bias = dims[0], dims[1], dims[5]
-    if activations or of_x is None or of_bias is not None or _is_batched(of_parts):
-        return _looped(torch.ops.polyquant.linear)(info, dims, *arguments)
-    return torch.ops.polyquant.linear(x.movedim(of_x, 0), *weight, bias, activations), 0
-
-
-def _embedding_batched(info: Any, dims: Any, indices: Any, *arguments: Any) -> Any:
-    if dims[0] is None or _is_batched(dims[1]):
-        return _looped(torch.ops.polyquant.embedding)(info, dims, indices, *arguments)
-    return torch.ops.polyquant.embedding(indices.movedim(dims[0], 0), *arguments), 0
-
-
-matmul.register_vmap(_matmul_batched)
-linear.register_vmap(_linear_batched)
-embedding.register_vmap(_embedding_batched)
-dequantize.register_vmap(_looped(torch.ops.polyquant.dequantize))
-dequantize_backward.register_vmap(_looped(torch.ops.polyquant.dequantize_backward))
-quantize.register_vmap(_looped(torch.ops.polyquant.quantize))
+for _name, _rule in batches.RULES.items():
+    register_batches(_name, _rule)

@@ -13,6 +13,7 @@ from polyquant.data import stored_shape
 from polyquant.qtensor import QTensor, from_fields
 from polyquant.scheme import QuantScheme
 from polyquant.scheme import scheme as as_scheme
+from polyquant.torch.gradients import part_gradients
 from polyquant.values import QuantMode, ScaleDtype
 
 _NOTHING = nullcontext()
@@ -65,15 +66,19 @@ class Operand(NamedTuple):
         """What a backward returns for this operand's four arguments."""
         found: list[Tensor | None] = [None] * len(self.parts)
         wanted = [i for i, is_needed in enumerate(needed) if is_needed]
-        if wanted and not self.scheme:
-            found = [of_values]
-        elif wanted:
-            backward = torch.ops.polyquant.dequantize_backward
-            for i, made in zip(wanted, backward(of_values, *self.arguments(), wanted), strict=True):
-                found[i] = made
-        # An empty list of numbers counts as a list of tensors, whose gradients are a list too.
-        none: list[Any] | None = None if self.shape else []
-        return found, None, none, none
+        if of_values is None or not wanted:
+            return found, None, None, None
+        if not self.scheme:
+            return [of_values], None, None, None
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            op = torch.ops.polyquant.dequantize_backward
+            made = op(of_values, *self.arguments(), wanted)
+        else:  # not an op, so that it has derivatives of its own
+            with exact(of_values):
+                made = part_gradients(self.tensor(), of_values, wanted)
+        for i, gradient in zip(wanted, made, strict=True):
+            found[i] = gradient
+        return found, None, None, None
 
 
 def operand_of(x: Tensor | QTensor) -> Operand:
