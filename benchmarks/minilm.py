@@ -29,7 +29,7 @@ from encoder import Batch, embed, evenly, load_encoder, sentences, tokenize  # n
 SCHEMES = ("q8s-row", "q4s-32", "nf4", "mxfp4", "nvfp4")
 FLOAT = "float32"
 BATCH = 32
-LEAST_ROUNDS = 5
+LEAST_ROUNDS = 9
 
 
 def main() -> None:
