@@ -21,10 +21,11 @@ from polyquant.qtensor import QTensor
 from polyquant.scheme import Offset, OffsetKind, QuantScheme
 from polyquant.scheme import scheme as as_scheme
 from polyquant.torch import transforms
-from polyquant.torch.operands import tensor_of
+from polyquant.torch.operands import operand_of, tensor_of
 from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
 
-_KNOWN = "the products (matmul, linear), q.dequantize(), pq.quantize, QLinear and QEmbedding"
+_OPS = ("matmul", "linear", "embedding")
+_KNOWN = f"{', '.join(_OPS)}, q.dequantize(), pq.quantize, QLinear and QEmbedding"
 
 
 def _scheme_of(text: str) -> QuantScheme:
@@ -70,20 +71,23 @@ _KINDS: MappingProxyType[str, Any] = MappingProxyType(
 
 
 def array_function(function: Any, args: Any, kwargs: Any) -> Any:
-    """A function of torch's that was called with a QTensor: the products."""
+    """A function of torch's that was called with a QTensor: products and embedding."""
     op, names = _operation_of(function)
     given = dict(zip(names, args, strict=False))
     given.update(kwargs)
     if op == "linear":
         return linear(given["input"], given["weight"], given.get("bias"), None)
+    if op == "embedding":
+        weight = operand_of(given["weight"]).arguments()
+        return torch.ops.polyquant.embedding(given["input"], *weight, torch.float32)
     return matmul(given[names[op == "rmatmul"]], given[names[op != "rmatmul"]], None, None)
 
 
 @torch.compiler.assume_constant_result
 def _operation_of(function: Any) -> tuple[str, tuple[str, ...]]:
-    """The product that a function of torch's is, and the names of its operands."""
+    """The operation that a function of torch's is, and the names of its parameters."""
     call = FUNCTIONS.get(function)
-    if not isinstance(call, Call) or call.op not in ("matmul", "linear"):
+    if not isinstance(call, Call) or call.op not in _OPS:
         raise UnsupportedFunction(function=f"In compiled code {name_of(function)}", known=_KNOWN)
     names = [parameter.theirs for parameter in call.parameters if parameter.rule != "!"]
     is_mirrored = call.op == "matmul" and call.parameters[0].ours == "b"

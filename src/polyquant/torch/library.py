@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyquant import views
 from polyquant.data import parts as stored_parts
-from polyquant.errors import UnsupportedFunction
+from polyquant.dispatch import check_one_device
+from polyquant.errors import LayoutRefused, UnsupportedFunction
 from polyquant.ops.conversion import decode, quantize_plain
+from polyquant.ops.operands import index_beside
 from polyquant.ops.products import check_linear, check_operands, multiply, multiply_and_add
 from polyquant.scheme import scheme as as_scheme
 from polyquant.torch import batches
@@ -356,11 +359,17 @@ def _embedding(
 ) -> Tensor:
     """Rows of a quantized (rows, columns) table, dequantized to ``dtype``."""
     weight = Operand(parts, scheme, shape, axes).tensor()
-    made: Tensor = decode(weight, dtype)[indices].contiguous()
-    return made
+    rows = index_beside(weight, indices, 0, least=0)
+    try:
+        made: Tensor = decode(views.take(weight, rows, 0), dtype)
+    except LayoutRefused:  # blocks that no choice of rows leaves whole
+        made = decode(weight, dtype)[rows]
+    return made.contiguous()
 
 
 def _like_rows(indices: Any, parts: Any, scheme: Any, shape: Any, axes: Any, dtype: Any) -> Tensor:
+    weight = Operand(parts, scheme, shape, axes).tensor()
+    check_one_device("embedding", (("indices", indices), ("weight", weight)))
     made: Tensor = parts[0].new_empty((*indices.shape, shape[1]), dtype=dtype)
     return made
 

@@ -38,7 +38,6 @@ class QParameter(nn.Module):
     """
 
     description: Tensor
-    like: Tensor
 
     def __init__(self, q: QTensor, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -52,9 +51,8 @@ class QParameter(nn.Module):
             elif part is not None:
                 held = nn.Parameter(bytes_of(part.detach()), requires_grad=False)
                 self.register_parameter(name, held)
-        device = q.data.device
-        self.register_buffer("description", self._description().to(device))
-        self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        self.register_buffer("description", self._description().to(q.data.device))
+        self.dtype = dtype
 
     @classmethod
     def empty(
@@ -119,12 +117,8 @@ class QParameter(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the bytes lie."""
-        return self.like.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the float weight that this one stands for."""
-        return self.like.dtype
+        found: torch.device = self._parameters["data"].device
+        return found
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, by default in ``self.dtype``."""
@@ -133,6 +127,12 @@ class QParameter(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.text!r}, shape={tuple(self.extents)}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QParameter:
+        """What ``.to`` and ``.half()`` call: the bytes move, and ``dtype`` is what it would be."""
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
 
     # -- state dicts ----------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 _LIBRARY = torch.library.Library("polyquant", "DEF")
@@ -70,9 +71,9 @@ def _tracked(op: Any, keep: Keep, backward: Backward) -> Callable[..., Any]:
     def kernel(*arguments: Any) -> Any:
         counts = [len(x) if _is_tensors(x) else -1 for x in arguments]
         flat = _flat(arguments, counts)
-        if not torch.is_grad_enabled() or not any(
-            isinstance(x, Tensor) and x.requires_grad for x in flat
-        ):
+        is_tracked = any(isinstance(x, Tensor) and x.requires_grad for x in flat)
+        # Forward mode is refused by torch itself, which misses a jvp then.
+        if not (is_tracked and torch.is_grad_enabled()) and forward_ad._current_level < 0:
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*arguments)
         is_within = torch._C._functorch.peek_interpreter_stack() is not None
