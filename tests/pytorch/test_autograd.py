@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import polyquant as pq
 from polyquant.scheme import OffsetKind
+from polyquant.torch import QLinear
 from polyquant.values import QuantMode, QuantValue, decode_table
 
 SCHEMES = (
@@ -336,9 +337,12 @@ def test_gradients_of_scales_for_each_of_a_batch() -> None:
 def test_derivatives_in_forward_mode_are_refused_not_lost() -> None:
     q = pq.quantize(torch.randn(3, 16), "nf4")
     x = torch.randn(2, 16)
-    with pytest.raises(RuntimeError, match="Jvp is not implemented"):
+    with pytest.raises(NotImplementedError, match="must implement the jvp"):
         torch.func.jvp(lambda y: y @ q.T, (x,), (x,))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, x)
-        with pytest.raises(RuntimeError, match="Jvp is not implemented"):
-            functional.linear(dual, q)
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, 2 * x)
+        with pytest.raises(NotImplementedError, match="must implement the jvp"):
+            QLinear.from_qtensor(q)(dual)
+        made = forward_ad.unpack_dual(functional.linear(dual, q))  # through the definition
+        torch.testing.assert_close(made.tangent, 2 * made.primal)

@@ -107,7 +107,7 @@ def straight_through(q: QTensor, x: Tensor, grad: Tensor) -> StraightThrough:
     is_bias = here.bias is not None
     of_x = merge(here.xp, g * inside, here.blocks).reshape(x.shape)
     return StraightThrough(
-        of_x.to(x.dtype),
+        of_x.to(x.dtype).contiguous(),
         _block_sums(g * steps, q),
         _block_sums(outside if is_bias else -outside * here.divisor, q),
         _of_table(here, g, q),
