@@ -26,7 +26,17 @@ from polyquant.ops.operands import (
     enter,
     fits_into,
 )
-from polyquant.ops.table import Kind, as_result, binary, cumulative, finish, reduction, row, unary
+from polyquant.ops.table import (
+    Kind,
+    as_result,
+    binary,
+    check_not_empty,
+    cumulative,
+    finish,
+    reduction,
+    row,
+    unary,
+)
 
 __all__ = [
     "abs",
@@ -90,6 +100,7 @@ def _reciprocal(x: Array) -> Array:
 
 
 def _max_abs(entered: Operands, x: Array, *, axis: Axes, keepdims: bool) -> Array:
+    check_not_empty("max_abs", x.shape, axis)
     magnitudes: Array = entered.xp.abs(x)
     return entered.xp.max(magnitudes, axis=axis, keepdims=keepdims)
 

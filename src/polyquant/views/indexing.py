@@ -153,13 +153,22 @@ def _goes_in_front(items: Sequence[Any], *, ints_count: bool) -> bool:
 
 
 def _basic(q: QTensor, items: Sequence[Any]) -> QTensor:
-    """Take the runs, then the integers, of the axes; index arrays wait."""
-    for axis, item in enumerate(items):
-        if isinstance(item, Run):
-            q = along(q, axis, item)
+    """Take the integers and the runs of the axes, the packed one last; index arrays wait.
+
+    So what copies codes or scales does it only for what the other axes leave.
+    """
+    is_packed = [axis == q.ndim - 1 for axis in q.axes]
+    left: list[tuple[bool, Any]] = []
     for axis in reversed(range(len(items))):
-        if isinstance(items[axis], int):
+        if isinstance(items[axis], int) and not is_packed[axis]:
             q = along(q, axis, simplest((q.shape[axis],), np.asarray(items[axis])))
+        else:
+            left.insert(0, (is_packed[axis], items[axis]))
+    for axis, (_, item) in sorted(enumerate(left), key=lambda pair: pair[1][0]):
+        if isinstance(item, int):
+            q = along(q, axis, simplest((q.shape[axis],), np.asarray(item)))
+        elif isinstance(item, Run):
+            q = along(q, axis, item)
     return q
 
 
