@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import polyquant as pq
+from computations import compare
 from devices import DEVICES, assert_same_bits, host
 from moves import MAKERS, move, seeded
 from polyquant import standard
@@ -54,6 +55,8 @@ KINDS = (
     "iq4_nl",
 )
 every_kind = pytest.mark.parametrize("kind", KINDS)
+#: Those that run every computation, which starts from the same decoded values in all of them.
+COMPUTING = frozenset({"q8s/tensor:f32", "q4s/32:f16", "e5m2/4x4:f32", "nf4-double"})
 
 
 def noise(*shape: int, seed: int = 1, std: float = 1.0) -> Host:
@@ -110,12 +113,16 @@ def assert_view(got: pq.QTensor, wanted: Host, words: str = "") -> None:
     assert_same_bits(host(got.dequantize()), np.array(wanted, order="C"), words)
 
 
-def check_moves(
-    q: pq.QTensor, seeds: Iterable[int] = (0, 1), names: Iterable[str] = tuple(MAKERS)
-) -> None:
+def check_moves(q: pq.QTensor, seeds: Iterable[int]) -> None:
     """Views of every sort, with arguments of the seeds, are those of the decoded values."""
     values = host(q.dequantize())
-    for name, seed in itertools.product(names, seeds):
+    for name, seed in itertools.product(MAKERS, seeds):
         made = move(name, q.shape, seeded(seed))
         if made is not None:
             assert_view(made.ours(q), made.numpy(values), made.words)
+
+
+def check_computations(q: pq.QTensor, kind: str, place: str) -> None:
+    """Computations of every sort, for the kinds that run them."""
+    if kind in COMPUTING:
+        compare(q, place)

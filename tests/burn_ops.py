@@ -310,6 +310,7 @@ def view(name: str, case: Case, device: str) -> None:
         assert_same_bits(host(part.dequantize()), np.ascontiguousarray(values))
 
 
+@np.errstate(all="ignore")  # NumPy warns of infinities
 def compute(name: str, case: Case, device: str) -> None:
     """Arrays within the case's tolerance; what propagation makes of them; the operator's form."""
     op, (q, args) = COMPUTE[name], operands(case, device)
