@@ -155,7 +155,11 @@ class Table:
         if self.outer == () and not self.is_traced:
             return array[(*(slice(None),) * axis, int(self.positions), ...)]
         index = self.positions if self.is_traced else constant(array, self.positions)
-        found = xp.take(array, xp.reshape(index, (-1,)), axis=axis)
+        flat = xp.reshape(index, (-1,))
+        if isinstance(array, np.ndarray) and not array.flags.c_contiguous:
+            found = array[(*(slice(None),) * axis, flat)]  # its take would copy all of the array
+        else:
+            found = xp.take(array, flat, axis=axis)
         return xp.reshape(found, (*before, *self.outer, *after))
 
 
@@ -241,7 +245,7 @@ def _divisor(edges: Numbers) -> int:
 
 def _are_runs(blocks: Blocks) -> bool:
     """Whether every block is a run of the flat order."""
-    last = max((axis for axis, count in enumerate(blocks.counts) if count > 1), default=0)
+    last = max([0, *(axis for axis, count in enumerate(blocks.counts) if count > 1)])
     return all(extent == 1 for extent in blocks.extents[:last])
 
 
