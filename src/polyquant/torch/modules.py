@@ -141,13 +141,14 @@ class QParameter(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _check_state(self, state: Mapping[str, Any], prefix: str) -> None:
-        name, found = prefix.removesuffix("."), state.get(f"{prefix}description")
-        here = f"a {self.text} tensor of shape {tuple(self.extents)}"
-        if isinstance(found, Tensor):
-            if not torch.equal(found.cpu(), self._description()):
-                raise StateMismatch(name=name, wanted=here, got=_in_words(found))
-        elif isinstance(state.get(name), Tensor):
-            raise StateMismatch(name=name, wanted=here, got=f"a {state[name].dtype} array")
+        found = state.get(f"{prefix}description")
+        if isinstance(found, Tensor) and not torch.equal(found.cpu(), self._description()):
+            name = prefix.removesuffix(".")
+            raise StateMismatch(name=name, wanted=self.in_words(), got=_in_words(found))
+
+    def in_words(self) -> str:
+        """The tensor in words, for messages."""
+        return f"a {self.text} tensor of shape {tuple(self.extents)}"
 
 
 def _in_words(description: Tensor) -> str:
@@ -163,7 +164,20 @@ def _in_words(description: Tensor) -> str:
 # -- layers -----------------------------------------------------------------------------------
 
 
-class QLinear(nn.Module):
+class _Layer(nn.Module):
+    """A layer that refuses the state of its float counterpart by name."""
+
+    weight: QParameter
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        found = state_dict.get(f"{prefix}weight")
+        if isinstance(found, Tensor):
+            facts = {"wanted": self.weight.in_words(), "got": f"a {found.dtype} array"}
+            raise StateMismatch(name=f"{prefix}weight", **facts)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class QLinear(_Layer):
     """``x @ weight.mT + bias`` with a quantized weight of shape (out_features, in_features).
 
     The result has the dtype of ``x``. The weight takes no gradient; ``x`` and ``bias`` do.
@@ -243,7 +257,7 @@ class QLinear(nn.Module):
     ) -> QLinear:
         """The layer that shares ``weight`` with others: tied."""
         made = cls.__new__(cls)
-        nn.Module.__init__(made)
+        super(QLinear, made).__init__()
         made._hold(weight, bias, activations)
         return made
 
@@ -263,7 +277,7 @@ class QLinear(nn.Module):
         )
 
 
-class QEmbedding(nn.Module):
+class QEmbedding(_Layer):
     """Rows of a quantized table of shape (num_embeddings, embedding_dim), in ``weight.dtype``."""
 
     def __init__(self, weight: QParameter, *, padding_idx: int | None = None) -> None:
