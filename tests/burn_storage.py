@@ -267,8 +267,11 @@ def quantize_dequantize(case: Case, device: str) -> None:
     scheme, args = scheme_of(case["scheme"]), case["args"]
     source = values_of(case)
     x = _Steps(put(source, device), scheme, args)
+    if args.get("tracked") and device.startswith("torch"):
+        x.array.requires_grad_()
     for step in _steps(args.get("order", "quantize,dequantize")):
         x.take(step)
+    assert not getattr(x.array, "requires_grad", False)  # quantizing detaches
     got = host(x.array)
     assert got.dtype == {"F64": "float64", "F16": "float16"}.get(
         args.get("output_dtype"), "float32"

@@ -393,7 +393,7 @@ def test_22_a_broadcast_source_is_not_copied_whole() -> None:
 
 @needs("torch")
 @pytest.mark.parametrize("size", BIG)
-@pytest.mark.parametrize("kind", ["q8s/tensor:f32", "q4s/32:f16", "nf4", "u4/32:f16-zero:u4"])
+@pytest.mark.parametrize("kind", ["q8s/tensor:f32", "q4s/32:f16", "u4/32:f16-zero:u4"])
 def test_22_views_past_two_to_the_31st(kind: str, size: int) -> None:
     """22: views on the meta device, which holds no memory: the arithmetic of places alone."""
     import torch
@@ -422,16 +422,16 @@ def test_22_places_past_two_to_the_31st(kind: str, place: str) -> None:
 
     Right: the values there, not those of a place that wrapped around 32 bits.
     """
-    q = pq.quantize(put(noise(1, 64), place), kind)
+    q = pq.quantize(put(noise(1, 4096), place), kind)
     values = host(q.dequantize())
-    tall = q.expand((2**26, 64))
+    rows, far = 2**20, 2**19 + 3
+    tall = q.expand((rows, 4096))
     assert tall.size == 2**32
-    far = 2**25 + 3
     assert_view(tall[far : far + 2], np.repeat(values, 2, 0))
     assert_view(tall[-1, 3:9], values[0, 3:9])
-    assert_view(tall.narrow(0, 2**26 - 3, 3), np.repeat(values, 3, 0))
+    assert_view(tall.narrow(0, rows - 3, 3), np.repeat(values, 3, 0))
     assert_view(tall[far::7][:3, ::-1], np.repeat(values, 3, 0)[:, ::-1])
     assert_view(tall.T[5, far : far + 4], np.repeat(values[0, 5], 4))
-    assert_view(tall.take(np.asarray([far, -1, 2**25]), 0), np.repeat(values, 3, 0))
-    x = noise(2, 64)
+    assert_view(tall.take(np.asarray([far, -1, 2**19]), 0), np.repeat(values, 3, 0))
+    x = noise(2, 4096)
     assert_product(put(x, place) @ tall[far : far + 3].T, x, np.repeat(values, 3, 0).T)
