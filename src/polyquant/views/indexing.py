@@ -41,6 +41,10 @@ def index(q: QTensor, key: Any) -> QTensor:
     """
     check_tensor("index", q)
     items = _items(q, key)
+    if None in items and not any(isinstance(item, Run | Picks) for item in items):
+        items.remove(None)  # the new axis first, since two levels of scales need one all along
+        items.insert(0, Run(1, 0, 1, 1))
+        q = along(q, 0, Flat((), (1,)))
     is_torch = q.device.startswith("torch")
     in_front = _goes_in_front(items, ints_count=not is_torch)
     kept = [item for item in items if isinstance(item, Run | Picks)]

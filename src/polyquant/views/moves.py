@@ -186,11 +186,12 @@ def reblock(blocks: Blocks, tokens: Shape, move: Move) -> tuple[Shape, Move]:
     """The block's extents along the axes that a move makes, and the same move on the grid.
 
     ``tokens`` are the extents that the scheme writes along the inner axes (-1: the whole axis).
-    They are kept where no edge cuts a block; else the extent is the largest that every edge is a
-    multiple of, so that each new block lies inside one old block.
+    They are kept where no edge cuts a block, unless the axes are others; else the extent is the
+    largest that every edge is a multiple of, so that each new block lies inside one old block.
     """
     outer = move.outer
-    kept: tuple[int | None, ...] = tokens if len(tokens) == len(outer) else (None,) * len(outer)
+    are_others = isinstance(move, Flat) or len(tokens) != len(outer)
+    kept: tuple[int | None, ...] = (None,) * len(outer) if are_others else tokens
     if all(count <= 1 for count in blocks.counts):
         whole = -1 if tokens and set(tokens) == {-1} else None
         kept = tuple(whole if token is None else token for token in kept)
