@@ -6,6 +6,7 @@ it must be Python that torch.compile knows. Checks are made where the ops are fa
 
 from __future__ import annotations
 
+import operator
 from dataclasses import fields
 from enum import StrEnum
 from types import MappingProxyType
@@ -80,13 +81,28 @@ def array_function(function: Any, args: Any, kwargs: Any) -> Any:
     if op == "embedding":
         weight = operand_of(given["weight"]).arguments()
         return torch.ops.polyquant.embedding(given["input"], *weight, torch.float32)
-    return matmul(given[names[op == "rmatmul"]], given[names[op != "rmatmul"]], None, None)
+    left, right = given[names[0]], given[names[1]]
+    if op == "rmatmul":
+        left, right = right, left
+    elif function is torch.Tensor.matmul and isinstance(right, QTensor):
+        _check_order(left.shape, right.shape)
+    return matmul(left, right, None, None)
+
+
+def _check_order(x: Any, q: Any) -> None:
+    """Refuse ``x @ q`` where ``q @ x`` is a product too: torch.compile hands both over alike."""
+    rows = x[-2] if len(x) > 1 else x[-1]
+    if q[-1] == rows:
+        function = f"In compiled code `@` between shapes {tuple(x)} and {tuple(q)}, of which"
+        function += " torch.compile does not say which stands on the left,"
+        raise UnsupportedFunction(function=function, known="pq.matmul(a, b), torch.matmul(a, b)")
 
 
 @torch.compiler.assume_constant_result
 def _operation_of(function: Any) -> tuple[str, tuple[str, ...]]:
     """The operation that a function of torch's is, and the names of its parameters."""
-    call = FUNCTIONS.get(function)
+    # Python's operator is seen as such, where a QTensor stands on its left.
+    call = FUNCTIONS.get(torch.matmul if function is operator.matmul else function)
     if not isinstance(call, Call) or call.op not in _OPS:
         raise UnsupportedFunction(function=f"In compiled code {name_of(function)}", known=_KNOWN)
     names = [parameter.theirs for parameter in call.parameters if parameter.rule != "!"]
