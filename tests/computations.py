@@ -16,7 +16,7 @@ import numpy as np
 
 import polyquant as pq
 from devices import host, put
-from polyquant import ops
+from polyquant import ops, standard
 
 Host = np.ndarray[Any, Any]
 F32 = np.float32
@@ -61,6 +61,12 @@ def _along(name: str, theirs: Callable[..., Any], *, is_exact: bool = True) -> C
     return Computation(
         lambda q, y: getattr(ops, name)(q, -1), lambda x, y: theirs(x, axis=-1), is_exact
     )
+
+
+def first_places(y: Any) -> Any:
+    """Indices 0, as many as ``y`` has lines along its last axis, beside it."""
+    xp = standard.namespace(y)
+    return xp.astype(y[..., :1] * 0, xp.int64)
 
 
 _erf = np.vectorize(math.erf, otypes=[F32])
@@ -111,12 +117,36 @@ COMPUTATIONS: MappingProxyType[str, Computation] = MappingProxyType(
             lambda x, y: np.abs(x).max(axis=-1),
             needs_numbers=True,
         ),
+        "log": Computation(
+            lambda q, y: ops.log(ops.abs(q)), lambda x, y: np.log(np.abs(x)), is_exact=False
+        ),
+        "tan": _same("tan", is_exact=False),
+        "remainder": Computation(lambda q, y: ops.remainder(q, 2), lambda x, y: np.mod(x, F32(2))),
+        "floor_divide": Computation(
+            lambda q, y: ops.floor_divide(q, 2), lambda x, y: np.floor_divide(x, F32(2))
+        ),
+        "argtopk": Computation(
+            lambda q, y: ops.argtopk(q, min(1, q.shape[-1])),
+            lambda x, y: np.argsort(-x, axis=-1, stable=True)[..., :1],
+        ),
+        "scatter": Computation(
+            lambda q, y: ops.scatter(q, -1, first_places(y), y[..., :1], reduce="add"),
+            lambda x, y: np.concatenate([x[..., :1] + y[..., :1], x[..., 1:]], -1),
+        ),
+        "embedding": Computation(
+            lambda q, y: ops.embedding(first_places(y)[: q.shape[0]], q),
+            lambda x, y: x[first_places(y)[: x.shape[0]]],
+        ),
         "assign": Computation(
             lambda q, y: ops.assign(q, (..., slice(1, None)), y[..., 1:]),
             lambda x, y: np.concatenate([x[..., :1], y[..., 1:]], -1),
         ),
     }
 )
+
+
+#: What needs operands of its own: four axes.
+ELSEWHERE = frozenset({"conv2d"})
 
 
 def compare(q: pq.QTensor, place: str) -> None:
