@@ -393,9 +393,9 @@ def test_adapters_train_beside_a_frozen_base(dtype: torch.dtype) -> None:
     assert set(lora_state(made)) == trained and made.up.lora_a.dtype == dtype
     torch.manual_seed(3)
     targets = torch.randint(0, 10, (10,))
-    optimizer = torch.optim.Adam([p for p in made.parameters() if p.requires_grad], lr=0.01)
+    optimizer = torch.optim.Adam([p for p in made.parameters() if p.requires_grad], lr=0.03)
     losses = []
-    for _ in range(40):
+    for _ in range(20):
         loss = functional.cross_entropy(made(INDICES).reshape(10, 10).float(), targets)
         optimizer.zero_grad()
         loss.backward()
