@@ -311,7 +311,9 @@ def product_problem(a: Operand, b: Operand, device: str, transformed: bool) -> P
 
 def matmul_problem(a: Any, b: Any, device: str, *, transformed: bool = False) -> Problem:
     """The facts of a product of two arrays or QTensors. Raises ShapeMismatch."""
-    return product_problem(operand_of(a), operand_of(b), device, transformed)
+    # A tracer's extents may be symbols, which no cache can hold.
+    facts_of_product = product_problem.__wrapped__ if transformed else product_problem
+    return facts_of_product(operand_of(a), operand_of(b), device, transformed)
 
 
 def one_operand_problem(

@@ -58,5 +58,10 @@ class Kernel:
 
 
 def bucket(extent: int) -> int:
-    """An extent rounded up to a power of two, so that few problems stand for many shapes."""
+    """An extent rounded up to a power of two, so that few problems stand for many shapes.
+
+    0 for one that a tracer does not know.
+    """
+    if not isinstance(extent, int):
+        return 0
     return 1 << (extent - 1).bit_length() if extent > 0 else 0

@@ -205,5 +205,7 @@ def test_export_of_a_product_with_a_tensor(strict: bool) -> None:
             return made
 
     x = torch.randn(3, 32)
-    program = torch.export.export(Product(), (x,), strict=strict)
-    torch.testing.assert_close(program.module()(x), Product()(x))
+    batch = {0: torch.export.Dim("batch", min=1, max=64)}
+    program = torch.export.export(Product(), (x,), dynamic_shapes=(batch,), strict=strict)
+    for other in (x, torch.randn(5, 32)):
+        torch.testing.assert_close(program.module()(other), Product()(other))
