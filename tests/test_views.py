@@ -371,6 +371,20 @@ def test_a_turned_tensor_is_joined_in_the_order_of_the_first() -> None:
         check(whole, np.concatenate([part.dequantize() for part in parts], 1))
 
 
+def test_three_axes_stored_in_turn() -> None:
+    """A rotation of three axes is not its own inverse, as an exchange of two is."""
+    q = make("q4s/2x8:f16", (3, 4, 20)).permute(1, 2, 0)
+    values, rng = q.dequantize(), np.random.default_rng(4)
+    for axis, extent in enumerate(q.shape):
+        indices = rng.integers(0, extent, (*q.shape[:axis], 5, *q.shape[axis + 1 :]))
+        check(q.gather(indices, axis), np.take_along_axis(values, indices, axis))
+        check(q.flip(axis)[1:], np.flip(values, axis)[1:])
+        check(q.take([[2, 0]], axis), values.take([[2, 0]], axis))
+    check(pq.concat([q, make("q4s/2x8:f16", q.shape)], 1)[:, :20], values)
+    check(in_order(q), values)
+    assert in_order(q).axes == (0, 1, 2)
+
+
 def test_split_and_joined_again_is_the_same(device: str) -> None:
     for scheme in SCHEMES if not device.startswith("jax") else SCHEMES[3:5]:
         q = make(scheme, (6, 64), device)
