@@ -7,6 +7,7 @@ it must be Python that torch.compile knows. Checks are made where the ops are fa
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import fields
 from enum import StrEnum
 from types import MappingProxyType
@@ -33,8 +34,7 @@ def _scheme_of(text: str) -> QuantScheme:
     """The scheme of a text. torch.compile can call the methods of an object that it saw made."""
     made = QuantScheme.__new__(QuantScheme)
     for name, kind, found in _fields_of(text):
-        value = _KINDS[kind](found) if kind else found
-        object.__setattr__(made, name, value)
+        object.__setattr__(made, name, _value_of(kind, found))
     return made
 
 
@@ -54,19 +54,20 @@ def _plain(value: Any) -> tuple[str, Any]:
     return (type(value).__name__, str(value)) if isinstance(value, StrEnum) else ("", value)
 
 
-def _offset_of(plain: tuple[str, str, str]) -> Offset:
-    kind, kind_of_dtype, dtype = plain
-    return Offset(OffsetKind(kind), _KINDS[kind_of_dtype](dtype))
+def _value_of(kind: str, plain: Any) -> Any:
+    if kind == "QuantScheme":
+        return _scheme_of(plain)
+    if kind == "Offset":
+        name, kind_of_dtype, dtype = plain
+        return Offset(_MEMBERS["OffsetKind"][name], _value_of(kind_of_dtype, dtype))
+    return _MEMBERS[kind][plain] if kind else plain
 
 
-_KINDS: MappingProxyType[str, Any] = MappingProxyType(
+#: Members by enum and name: torch.compile cannot call an enum under every Python.
+_MEMBERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "QuantValue": QuantValue,
-        "QuantMode": QuantMode,
-        "QuantStore": QuantStore,
-        "ScaleDtype": ScaleDtype,
-        "QuantScheme": _scheme_of,
-        "Offset": _offset_of,
+        kind.__name__: MappingProxyType({str(member): member for member in kind})
+        for kind in (QuantValue, QuantMode, QuantStore, ScaleDtype, OffsetKind)
     }
 )
 
