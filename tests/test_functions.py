@@ -53,6 +53,7 @@ class A(StrEnum):
     PLACE = "the whole number 2 as an array without axes"
     ALONG = "whole numbers below 4 of shape (4, 6)"
     FEW = "whole numbers below 4 of shape (4, 1)"
+    NUMBER = "a quantized tensor without axes"
 
 
 _QUANTIZED = MappingProxyType(
@@ -225,7 +226,7 @@ TORCH: Mapping[str, tuple[Example, ...]] = MappingProxyType(
         "where": ((A.MASK, A.Q, A.P), (A.MASK, A.X, A.Q), (A.MASK, A.Q, 0.5)),
         "Tensor.where": ((A.X, A.MASK, A.Q),),
         "masked_fill": ((A.Q, A.MASK, 0.5),),
-        "Tensor.masked_fill": (),  # a mask is bool, and the value has no axes
+        "Tensor.masked_fill": ((A.X, A.MASK, A.NUMBER),),
         "scatter": (
             (A.Q, 0, A.ALONG, A.X),
             (A.X, 0, A.ALONG, A.Q),
@@ -289,6 +290,7 @@ def arguments(device: str) -> Mapping[A, Any]:
     made[A.PLACE] = put(np.array(2), device)
     made[A.ALONG] = put(rng.integers(0, 4, (4, 6)), device)
     made[A.FEW] = put(rng.integers(0, 4, (4, 1)), device)
+    made[A.NUMBER] = made[A.Q][1, 2]
     return made
 
 
@@ -416,7 +418,7 @@ def test_every_overload_has_an_example(name: str) -> None:
 def test_every_name_of_the_tables_exists(library: str) -> None:
     for names, _ in import_module(f"polyquant.backends.{library}.functions").ROWS:
         for name in names.split():
-            of_library(f"{library}.{name}")
+            assert callable(of_library(f"{library}.{name}"))
 
 
 @LIBRARY

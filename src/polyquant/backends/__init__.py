@@ -1,1 +1,1 @@
-"""One module or folder per array library; the only places that name it."""
+"""One module or folder per array library: all that the layers above need of it."""

@@ -4,7 +4,8 @@ Operands are QTensors, arrays of the same device, and Python's or NumPy's number
 arrays of the operands' library: in the dtype of the float arrays among the operands, float32 where
 there are none (integers and booleans count as float32), unless a docstring says bool or int. Under
 ``pq.propagation("propagate")`` float results are quantized again, but for those of where,
-mask_fill, scatter and assign: what they do not replace stays as it is.
+mask_fill, scatter and assign: what they do not replace stays as it is. NumPy warns of log(0) and
+the like as it does for its own arrays; ``np.errstate`` holds.
 
 All raise NotAnArray, NotFloat, BackendMismatch, DeviceMismatch, ShapeMismatch and InvalidAxes
 before any work.

@@ -90,9 +90,7 @@ def _move(array: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _facts(array: torch.Tensor) -> Hashable:
-    if _functorch() or _dispatch_modes() or _is_autocast_enabled():
-        return None
-    if array.layout is not _STRIDED or array.is_nested:
+    if _is_watched() or array.layout is not _STRIDED or array.is_nested:
         return None
     is_tracked = array.requires_grad and _is_grad_enabled()
     return array.__class__, array.dtype, array.shape, array.device, is_tracked
