@@ -60,6 +60,17 @@ _AF4 = (
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
+#: ggml's vector types: what a level of a grid stands for; then the same with the other sign (IQ2,
+#: IQ3) or the other shift (IQ1). Grids of 3 levels have one that no code uses.
+_IQ2 = (1.0, 3.125, 5.375, 5.375)
+_IQ3 = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0, 15.5)
+_IQ1 = (-0.875, 0.125, 1.125, 1.125, -1.125, -0.125, 0.875, 0.875)
+
+
+def _both_signs(numbers: tuple[float, ...]) -> F32:
+    return np.asarray([*numbers, *(-n for n in numbers)], dtype=np.float32)
+
+
 def _dynamic(*, signed: bool) -> F32:
     """The 8-bit dynamic tree map of arXiv:2110.02861: a decimal exponent, then linear fractions."""
     numbers: list[float] = [0.0, 1.0]
@@ -97,6 +108,14 @@ NAMED: MappingProxyType[str, Callable[[], F32]] = MappingProxyType(
         "fp4": _fp4,
         "af4": lambda: np.asarray(_AF4, dtype=np.float32),
         "iq4_nl": lambda: np.asarray(_IQ4_NL, dtype=np.float32),
+        "iq1": lambda: np.asarray(_IQ1, dtype=np.float32),
+        "iq2": lambda: _both_signs(_IQ2),
+        "iq3": lambda: _both_signs(_IQ3),
+        "iq3_s": lambda: _both_signs(tuple(range(1, 16, 2))),
+        "odd8": lambda: np.arange(1, 16, 2, dtype=np.float32),
+        "odd16": lambda: np.arange(1, 32, 2, dtype=np.float32),
+        "ternary": lambda: np.arange(-1, 3, dtype=np.float32),
+        "sign": lambda: np.asarray([-1.0, 1.0], dtype=np.float32),
         "dynamic8": lambda: _dynamic(signed=True),
         "dynamic8u": lambda: _dynamic(signed=False),
     }

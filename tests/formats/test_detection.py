@@ -52,7 +52,7 @@ def test_formats_that_do_not_exist(name: Any, saved: Path) -> None:
         pq.open_checkpoint(saved, format=name)
 
 
-@pytest.mark.parametrize("data", [b"", b"GGUF", b"hello", b"PK\x03\x04", bytes(100)])
+@pytest.mark.parametrize("data", [b"", b"GGML", b"hello", b"PK\x03\x04", bytes(100)])
 def test_files_of_no_format(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(data)
     with pytest.raises(UnknownFormat, match=r"not polyquant.*not npz.*not safetensors"):

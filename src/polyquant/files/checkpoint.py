@@ -43,7 +43,7 @@ class Checkpoint(Mapping[str, Any]):
         release: Callable[[], None] | None = None,
     ) -> None:
         self.path, self.format = path, format
-        self.metadata: Mapping[str, str] = MappingProxyType(dict(metadata))
+        self.metadata: Mapping[str, str] = MappingProxyType(metadata)  # may be read lazily
         self._infos = {name: entry.info for name, entry in entries.items()}
         self._reads = {name: entry.read for name, entry in entries.items()}
         self._close, self._release, self._is_open = close, release, True

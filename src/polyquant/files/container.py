@@ -102,7 +102,7 @@ class Container:
 
 def open_file(path: Path) -> MappedFile:
     """Map a safetensors file and read its header. Raises UnreadableFile, InvalidHeader."""
-    size, buffer = _map(path)
+    size, buffer = map_file(path)
     length = int.from_bytes(buffer[:8], "little")
     if length > HEADER_LIMIT_BYTES:
         reason = f"its length is given as {length} bytes; at most {HEADER_LIMIT_BYTES} are allowed"
@@ -119,7 +119,8 @@ def open_file(path: Path) -> MappedFile:
     return MappedFile(path, metadata, placed, buffer)
 
 
-def _map(path: Path) -> tuple[int, mmap.mmap]:
+def map_file(path: Path) -> tuple[int, mmap.mmap]:
+    """The size of a file, and its bytes mapped. Raises UnreadableFile, InvalidHeader."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
             raise UnreadableFile(path=path, reason="it is not a regular file")
@@ -261,7 +262,7 @@ def _is_file_name(name: Any) -> bool:
 
 def read_small(path: Path) -> bytes:
     """The bytes of a JSON file that stands beside tensors. Raises UnreadableFile, InvalidHeader."""
-    size, buffer = _map(path)
+    size, buffer = map_file(path)
     if size > HEADER_LIMIT_BYTES:
         raise InvalidHeader(path=path, reason=f"it has {size} bytes, and no such file is as large")
     return buffer[:]

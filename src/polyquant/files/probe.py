@@ -14,7 +14,7 @@ from polyquant.files.strict_json import parse_object
 
 #: What a model folder is looked through for, best first: a name, or the only file of a suffix.
 _NAMES = ("model.safetensors", f"model{INDEX_SUFFIX}")
-_SUFFIXES = (INDEX_SUFFIX, ".safetensors", ".npz")
+_SUFFIXES = (INDEX_SUFFIX, ".safetensors", ".gguf", ".bpk", ".npz")
 
 
 class Probe:

@@ -29,6 +29,7 @@ __all__ = ["FORMATS", "Checkpoint", "TensorInfo", "Writer", "load", "open_checkp
 FORMATS: Mapping[str, str] = MappingProxyType(
     {
         "polyquant": "polyquant.formats.polyquant",
+        "gguf": "polyquant.formats.gguf",
         "npz": "polyquant.formats.npz",
         "safetensors": "polyquant.formats.safetensors",
     }

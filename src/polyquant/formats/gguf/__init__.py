@@ -1,0 +1,129 @@
+"""GGUF, llama.cpp's files: every block type of ggml, exactly, as quantized tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from polyquant.arrays import HostArray
+from polyquant.errors import InvalidHeader, UnsupportedDtype
+from polyquant.files.assemble import assemble
+from polyquant.files.checkpoint import Checkpoint, Entry
+from polyquant.files.info import TensorInfo
+from polyquant.files.probe import Probe
+from polyquant.formats.gguf.container import MAGIC, Gguf, Info, open_gguf
+from polyquant.formats.gguf.types import ARRAY_TYPES, BLOCKS, TYPE_NAMES
+from polyquant.qtensor import QTensor
+
+NAME = "gguf"
+#: The metadata key under which a file's own types, version and order are kept for writing back.
+ORIGIN = "gguf"
+
+
+def why_not(probe: Probe) -> str | None:
+    """Why a path is not of this format."""
+    return None if probe.head[:4] == MAGIC else "it does not begin with GGUF"
+
+
+def open_checkpoint(probe: Probe) -> Checkpoint:
+    """Open a file: its keys are metadata, its tensors have numpy's order of axes.
+
+    Raises UnreadableFile, InvalidHeader, UnsupportedVersion, UnsupportedDtype (a type of ggml that
+    no file should hold, or one whose bytes do not say what they mean).
+    """
+    file = open_gguf(probe.file)
+    entries = {name: _entry(file, info) for name, info in file.infos.items()}
+    _check_places(file, entries)
+    return Checkpoint(probe.path, NAME, Keys(file), entries, release=file.release)
+
+
+class Keys(Mapping[str, str]):
+    """The keys of a file as texts, read when asked for; ``gguf`` has what texts do not say."""
+
+    def __init__(self, file: Gguf) -> None:
+        self._file = file
+
+    def __getitem__(self, key: str) -> str:
+        if key == ORIGIN:
+            return self._origin()
+        return self._file.keys[key].text
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (key for key in self._file.keys if key != ORIGIN)
+        yield ORIGIN
+
+    def __len__(self) -> int:
+        return len(self._file.keys.keys() | {ORIGIN})
+
+    def _origin(self) -> str:
+        file = self._file
+        form = {
+            "version": file.version,
+            "order": "little" if file.order == "<" else "big",
+            "types": {key: value.type_text for key, value in file.keys.items()},
+            "tensors": {name: TYPE_NAMES[i.type_id] for name, i in file.infos.items()},
+        }
+        return json.dumps(form)
+
+
+def _entry(file: Gguf, info: Info) -> Entry:
+    name = TYPE_NAMES.get(info.type_id, "")
+    if name in ARRAY_TYPES:
+        dtype = np.dtype(ARRAY_TYPES[name])
+        nbytes, kind, scheme = math.prod(info.shape) * dtype.itemsize, dtype.name, None
+        read: Any = partial(_read_array, file, info, dtype)
+    elif name in BLOCKS:
+        block = BLOCKS[name]
+        length = info.shape[-1] if info.shape else 1
+        if length % block.elements:
+            reason = f"tensor {info.name!r} has rows of {length}, no multiple of {block.elements}"
+            raise InvalidHeader(path=file.path, reason=reason)
+        nbytes = math.prod(info.shape) // block.elements * block.size_bytes
+        kind, scheme = None, block.scheme
+        read = partial(_read_blocks, file, info, name)
+    else:
+        what = f"The ggml type of tensor {info.name!r} in {file.path}"
+        raise UnsupportedDtype(what=what, dtype=info.type_id, known=", ".join(TYPE_NAMES.values()))
+    axes = tuple(range(len(info.shape)))
+    return Entry(TensorInfo(info.name, info.shape, kind, scheme, nbytes, axes), read)
+
+
+def _check_places(file: Gguf, entries: Mapping[str, Entry]) -> None:
+    """Every tensor lies in the file, and no two share a byte."""
+    end, last = file.data, ""
+    for info in sorted(file.infos.values(), key=lambda info: info.start):
+        nbytes = entries[info.name].info.nbytes
+        if not nbytes:
+            continue
+        if info.start < end:
+            reason = f"tensors {last!r} and {info.name!r} overlap"
+            raise InvalidHeader(path=file.path, reason=reason)
+        end, last = info.start + nbytes, info.name
+    if end > len(file.buffer):
+        reason = f"tensor {last!r} ends at {end}, and the file at {len(file.buffer)}"
+        raise InvalidHeader(path=file.path, reason=reason)
+
+
+def _raw(file: Gguf, info: Info, nbytes: int) -> HostArray:
+    return np.frombuffer(file.buffer, np.uint8, nbytes, info.start)
+
+
+def _read_array(file: Gguf, info: Info, dtype: np.dtype[Any]) -> HostArray:
+    raw = _raw(file, info, math.prod(info.shape) * dtype.itemsize)
+    if file.order == ">":
+        words = raw.view(f">u{dtype.itemsize}").astype(f"<u{dtype.itemsize}")
+        return words.view(dtype).reshape(info.shape)
+    made = raw.view(dtype).reshape(info.shape)
+    return made if made.flags.aligned else made.copy()
+
+
+def _read_blocks(file: Gguf, info: Info, name: str) -> QTensor:
+    block = BLOCKS[name]
+    count = math.prod(info.shape) // block.elements
+    blocks = _raw(file, info, count * block.size_bytes).view(block.dtype(file.order))
+    return assemble(block.scheme, info.shape, block.unpack(blocks))
