@@ -1,9 +1,13 @@
 """What a cached call costs besides its kernel, in microseconds.
 
-For NumPy and torch: ``pq.matmul(x, q)`` and ``x @ q`` against the kernel called directly with the
-same operands. The operands are small, so that the kernel's own time does not drown the difference.
-The three are timed in turn, round by round, in processor time of the one thread that runs, so that
-other work on the machine does not count; an overhead is the median of the rounds' differences.
+For NumPy and torch: ``pq.matmul(x, q)``, ``pq.linear(x, w)``, ``x @ q``, and the library's own
+protocol that the last one goes through, alone. The remembered kernel is replaced by one that does
+nothing, and each timed call comes right after the real one and after READ_MB of memory were read,
+as the kernel of a real weight reads it: so neither Python's objects nor its code are in the
+processor's nearest caches. Without that ("in a row") the same calls cost half. The calls are timed
+in turn, round by round, in processor time of the one thread that runs, so that other work on the
+machine does not count; a cost is the median over the rounds of what a call took more than an empty
+one.
 
     python benchmarks/dispatch.py [--out benchmarks/results/dispatch.json]
 """
@@ -22,13 +26,26 @@ from machine import write_results
 
 import polyquant as pq
 from polyquant.dispatch import choose, matmul_problem
+from polyquant.ops.products import plans
 
 ROUNDS = 1000
-CALLS = 5
+#: The codes and scales of a weight of 4096 x 4096 at 4 bits are 9.4 MB, its result and x far less.
+READ_MB = 10
 #: What dispatch may add to a call (launching a Triton kernel costs about 23 us on the host).
-TARGET_US = 15.0
+TARGET_US = 5.0
 SCHEME = "q8s/row:f32"
 SHAPE = (8, 8)
+
+
+class Stranger:
+    """An operand that answers the libraries' protocols at once: what they cost by themselves."""
+
+    def __array_ufunc__(self, *given: Any, **keywords: Any) -> Any:
+        return None
+
+    @classmethod
+    def __torch_function__(cls, *given: Any, **keywords: Any) -> Any:
+        return None
 
 
 def main() -> None:
@@ -37,36 +54,62 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     rows = [measure(device, arguments.rounds) for device in ("numpy", "torch:cpu")]
-    print(f"{'device':<10} {'kernel':>9} {'pq.matmul':>10} {'x @ q':>9}   overhead (target 15 us)")
+    print(f"us a call besides its kernel: after {READ_MB} MB / in a row (target {TARGET_US})")
     for row in rows:
-        print(
-            f"{row['device']:<10} {row['kernel_us']:>9.1f} {row['matmul_us']:>10.1f} "
-            f"{row['operator_us']:>9.1f}   {row['matmul_overhead_us']:.1f} and "
-            f"{row['operator_overhead_us']:.1f} us"
-        )
+        pairs = zip(row["after_kernel_us"].items(), row["in_a_row_us"].values(), strict=True)
+        found = "  ".join(f"{name} {cold:.1f} / {warm:.1f}" for (name, cold), warm in pairs)
+        print(f"{row['device']:<10} {found}")
     write_results(arguments.out or Path(__file__).parent / "results" / "dispatch.json", rows)
 
 
 def measure(device: str, rounds: int) -> dict[str, Any]:
-    """Medians of the kernel, ``pq.matmul`` and ``@`` on one device."""
+    """What each way to a kernel costs on one device."""
     x, q = operands(device)
-    problem = matmul_problem(x, q, q.device)
-    chosen = choose(device.partition(":")[0], problem)
-    kind = x.dtype
-    calls = (lambda: chosen.run(x, q, kind), lambda: pq.matmul(x, q), lambda: x @ q)
-    times = rounds_us(calls, rounds)
-    kernel, matmul, operator = (statistics.median(each) for each in times)
+    chosen = choose(device.partition(":")[0], matmul_problem(x, q, q.device))
+    weight, stranger, kind = q.mT, Stranger(), x.dtype
+    calls: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: None,
+        "pq.matmul": lambda: pq.matmul(x, q),
+        "pq.linear": lambda: pq.linear(x, weight),
+        "x @ q": lambda: x @ q,
+        "protocol": lambda: x @ stranger,
+    }
+    for call in calls.values():
+        call()
+    for key, (_, last) in tuple(plans().items()):
+        plans()[key] = (lambda *operands: None), last
+    memory = np.ones(READ_MB * 2**18, np.float32)
+
+    def kernel() -> None:
+        chosen.run(x, q, kind)
+        memory.sum()
+
+    cold, warm = costs_us(calls, rounds, kernel), costs_us(calls, rounds, lambda: None)
+    plans().clear()
     return {
         "device": device,
         "scheme": SCHEME,
         "shape": list(SHAPE),
         "kernel": chosen.name,
-        "kernel_us": kernel,
-        "matmul_us": matmul,
-        "operator_us": operator,
-        "matmul_overhead_us": median_difference(times[1], times[0]),
-        "operator_overhead_us": median_difference(times[2], times[0]),
+        "read_mb": READ_MB,
+        "after_kernel_us": cold,
+        "in_a_row_us": warm,
     }
+
+
+def costs_us(
+    calls: dict[str, Callable[[], Any]], rounds: int, before: Callable[[], None]
+) -> dict[str, float]:
+    """The median over the rounds of what each call took more than the first, after ``before``."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            before()
+            start = time.thread_time_ns()
+            call()
+            times[name].append((time.thread_time_ns() - start) / 1000)
+    empty, *named = times
+    return {name: median_difference(times[name], times[empty]) for name in named}
 
 
 def operands(device: str) -> tuple[Any, pq.QTensor]:
@@ -79,18 +122,6 @@ def operands(device: str) -> tuple[Any, pq.QTensor]:
     import torch
 
     return torch.from_numpy(x), q
-
-
-def rounds_us(calls: tuple[Callable[[], Any], ...], rounds: int) -> list[list[float]]:
-    """The time of each call in every round."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, kept in zip(calls, times, strict=True):
-            start = time.thread_time_ns()
-            for _ in range(CALLS):
-                call()
-            kept.append((time.thread_time_ns() - start) / CALLS / 1000)
-    return times
 
 
 def median_difference(longer: list[float], shorter: list[float]) -> float:

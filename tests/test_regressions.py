@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,24 +246,52 @@ def test_a_narrow_terminal_keeps_the_names(columns: str, monkeypatch: pytest.Mon
     assert "q4s/32:f16" in shown.get()
 
 
-def test_a_remembered_product_does_not_let_others_through() -> None:
+@pytest.mark.parametrize("product", [pq.matmul, pq.linear])
+def test_a_remembered_product_does_not_let_others_through(product: Any) -> None:
     """A plan is remembered by class, dtype, shape, device and layout, and serves no others."""
     weight = np.ones((4, 4), np.float32)
     q = pq.quantize(weight, "int8")
-    assert (pq.matmul(weight, q) == 4).all()
+    assert (product(weight, q) == 4).all()
     with pytest.raises(pq.errors.UnsupportedArray):
-        pq.matmul(np.ma.masked_array(weight, weight > 0), q)
+        product(np.ma.masked_array(weight, weight > 0), q)
     with pytest.raises(pq.errors.NotFloat):
-        pq.matmul(weight.astype(np.int32), q)
+        product(weight.astype(np.int32), q)
     with pytest.raises(pq.errors.ShapeMismatch):
-        pq.matmul(weight[:, :3], q)
+        product(weight[:, :3], q)
     torch = pytest.importorskip("torch", reason="torch is not installed")
     there = q.to("torch:cpu")
     assert bool((torch.ones(4, 4) @ there == 4).all())
     with pytest.raises(pq.errors.UnsupportedArray):
-        pq.matmul(torch.ones(4, 4).to_sparse(), there)
+        product(torch.ones(4, 4).to_sparse(), there)
     with pytest.raises(pq.errors.BackendMismatch):
-        pq.matmul(weight, there)
+        product(weight, there)
+
+
+def test_a_remembered_linear_does_not_let_another_bias_through() -> None:
+    x, q = np.ones((4, 4), np.float32), pq.quantize(np.ones((4, 4), np.float32), "int8")
+    bias = np.full(4, 0.5, np.float32)
+    for _ in range(2):
+        assert (pq.linear(x, q) == 4).all()
+        assert (pq.linear(x, q, bias) == 4.5).all()
+        rounded = pq.linear(x, q, bias.astype(np.float16))
+        assert rounded.dtype == np.float32 and (rounded == 4.5).all()
+        narrow = pq.linear(x.astype(np.float16), q, bias)
+        assert narrow.dtype == np.float16 and (narrow == 4.5).all()
+        assert (pq.linear(x, q, bias, activations="int8") == 4.5).all()
+        with pytest.raises(pq.errors.ShapeMismatch):
+            pq.linear(x, q, bias[:3])
+        with pytest.raises(pq.errors.NotFloat):
+            pq.linear(x, q, bias.astype(np.int32))
+        with pytest.raises(pq.errors.UnknownScheme):
+            pq.linear(x, q, activations="int9")
+
+
+def test_the_transposed_view_is_kept_and_is_no_part_of_a_copy() -> None:
+    q = pq.quantize(np.ones((2, 64), np.float32), "q4s")
+    assert q.mT is q.mT
+    assert q.mT.shape == (64, 2) and q.mT.mT.axes == q.axes
+    again = pickle.loads(pickle.dumps(q))
+    assert again.to_data() == q.to_data() and again.mT.data is again.data
 
 
 def test_a_host_form_without_axes_is_in_order() -> None:

@@ -38,10 +38,10 @@ class Backend:
     ``check`` takes an array and its role, and raises UnsupportedArray where the array holds no
     plain values (a mask, a sparse layout); so does ``to_host`` where there are none to be read.
     ``facts`` is all that dispatch may ask of an array, to remember an answer by; None where it is
-    not to be remembered. ``kernels`` maps a kind of device ("cpu", "cuda") to the modules that
-    serve it, best first. ``functions`` are the library's own where the array API has none (see
-    ops/lacking.py); what is not there runs on the host. ``is_transformed`` says whether autograd, a
-    tracer or vmap watches what is done with an array, here and now.
+    not to be remembered, or where this is no array. ``kernels`` maps a kind of device ("cpu",
+    "cuda") to the modules that serve it, best first. ``functions`` are the library's own where the
+    array API has none (see ops/lacking.py); what is not there runs on the host. ``is_transformed``
+    says whether autograd, a tracer or vmap watches what is done with an array, here and now.
     """
 
     name: str
@@ -102,13 +102,13 @@ def backend_of(array: Array, role: str = "The operand") -> Backend:
 
 def find_backend(array: Any) -> Backend | None:
     """The backend whose array this is, or None."""
-    candidate = _candidate(array.__class__)
+    candidate = backend_of_class(array.__class__)
     return candidate if candidate is not None and candidate.is_array(array) else None
 
 
 @lru_cache(maxsize=1024)
-def _candidate(cls: Hashable) -> Backend | None:
-    """The backend of an array class's library."""
+def backend_of_class(cls: Hashable) -> Backend | None:
+    """The backend of the library that a class is of; not all its classes are of arrays."""
     name = _owner(cls)
     if name is None:
         return None

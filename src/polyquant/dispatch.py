@@ -17,6 +17,7 @@ from polyquant.arrays import (
     Backend,
     backend,
     backend_of,
+    backend_of_class,
     backend_of_device,
     describe,
     device_kind,
@@ -37,7 +38,7 @@ from polyquant.errors import (
     UnknownName,
 )
 from polyquant.kernel import Kernel, Problem, bucket
-from polyquant.qtensor import QTensor
+from polyquant.qtensor import QTensor, kind_of
 from polyquant.scheme import QuantScheme
 from polyquant.scheme import scheme as as_scheme
 
@@ -218,11 +219,14 @@ def _fix(first: tuple[str, Any, str], second: tuple[str, Any, str]) -> str:
 
 def facts_of(operand: Any) -> Hashable:
     """What a checked answer about an operand is remembered by; None where none may be."""
-    if operand.__class__ is QTensor:
+    cls = operand.__class__
+    if cls is QTensor:
         if operand.data.__class__ is not np.ndarray and operand.requires_grad:
             return None
-        return operand.scheme, operand.shape, operand.axes, operand.device
-    owner = find_backend(operand)
+        return operand._kind or kind_of(operand)
+    if cls is np.ndarray:
+        return cls, operand.dtype, operand.shape
+    owner = backend_of_class(cls)
     return None if owner is None else owner.facts(operand)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from polyquant.arrays import (
@@ -59,7 +60,8 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
     7. All of these are arrays of the library, and on the device, that ``device`` names.
     """
 
-    __slots__ = (*_FIELDS, "__weakref__")
+    # The last two are kept once they were asked for: what products are remembered by, and mT.
+    __slots__ = (*_FIELDS, "__weakref__", "_kind", "_turned")
 
     scheme: QuantScheme
     shape: tuple[int, ...]
@@ -70,6 +72,8 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
     table: Array | None
     axes: tuple[int, ...]
     device: str
+    _kind: object | None
+    _turned: QTensor | None
 
     def __init__(
         self,
@@ -253,6 +257,8 @@ def _in_order(shape: Any) -> tuple[int, ...]:
 def _fill(q: QTensor, fields: Sequence[Any]) -> None:
     for name, item in zip(_FIELDS, fields, strict=True):
         object.__setattr__(q, name, item)
+    object.__setattr__(q, "_kind", None)
+    object.__setattr__(q, "_turned", None)
 
 
 def from_fields(*fields: Any) -> QTensor:
@@ -260,6 +266,21 @@ def from_fields(*fields: Any) -> QTensor:
     made = QTensor.__new__(QTensor)
     _fill(made, fields)
     return made
+
+
+def kind_of(q: QTensor) -> object:
+    """One object for all tensors of this scheme, shape, order of axes and device.
+
+    It is hashed by identity, so it is a cheap key to remember an answer by.
+    """
+    if q._kind is None:
+        object.__setattr__(q, "_kind", _kind(q.scheme, q.shape, q.axes, q.device))
+    return q._kind
+
+
+@lru_cache(maxsize=4096)  # of one that was forgotten, another is made: answers are found anew
+def _kind(*facts: Any) -> object:
+    return object()
 
 
 def _walk(q: QTensor, prefix: str) -> Iterator[tuple[str, Array]]:

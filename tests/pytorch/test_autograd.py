@@ -111,6 +111,23 @@ def test_a_plain_call_and_a_tracked_one_of_the_same_shapes_do_not_mix() -> None:
     assert pq.matmul(x, q.T).requires_grad
 
 
+def test_a_remembered_linear_sees_what_watches_now() -> None:
+    q, x = pq.quantize(torch.randn(3, 16), "nf4"), torch.randn(2, 16)
+    bias = torch.randn(3)
+    plain = [pq.linear(x, q, bias) for _ in range(2)]
+    assert torch.equal(*plain) and not plain[0].requires_grad
+    batched = torch.func.vmap(lambda line: pq.linear(line, q, bias))(x)
+    torch.testing.assert_close(batched, plain[0])
+    tracked = pq.linear(x, q, bias.clone().requires_grad_())
+    assert tracked.requires_grad and torch.equal(tracked, plain[0])
+    assert pq.linear(x.clone().requires_grad_(), q, bias).requires_grad
+    assert not pq.linear(x, q, bias).requires_grad
+    q.scales.requires_grad_()
+    assert pq.linear(x, q, bias).requires_grad and pq.matmul(x, q.mT).requires_grad
+    with torch.no_grad():
+        assert not pq.linear(x, q, bias).requires_grad
+
+
 def test_which_kernel_runs_depends_on_what_watches() -> None:
     q = pq.quantize(torch.randn(16, 3), "nf4")
     x = torch.randn(2, 16)

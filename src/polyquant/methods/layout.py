@@ -18,6 +18,8 @@ class LayoutMethods:
 
     __slots__ = ()
 
+    _turned: Any
+
     # -- axes ---------------------------------------------------------------------------------
 
     def reshape(self, *shape: int | Sequence[int]) -> Self:
@@ -39,8 +41,10 @@ class LayoutMethods:
 
     @property
     def mT(self) -> Self:
-        """The last two axes exchanged: a view."""
-        return _call(self, "swapaxes", -1, -2)
+        """The last two axes exchanged: a view, and the same one each time."""
+        if self._turned is None:  # `x @ q.mT` asks at every product
+            object.__setattr__(self, "_turned", _call(self, "swapaxes", -1, -2))
+        return cast(Self, self._turned)
 
     def swapaxes(self, axis1: int, axis2: int) -> Self:
         """Two axes exchanged: a view."""

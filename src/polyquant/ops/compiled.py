@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def is_compiling() -> bool:
     """Whether this very call is being read by torch.compile (or a strict torch.export), not run."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_dynamo_compiling()
+    compiler = sys.modules.get("torch.compiler")
+    return compiler is not None and compiler.is_dynamo_compiling()
 
 
 def compiled() -> ModuleType:

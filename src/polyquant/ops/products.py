@@ -23,7 +23,9 @@ from polyquant.ops.compiled import compiled, is_compiling
 from polyquant.ops.conversion import check_kernel_name, float_dtype, quantize_plain
 from polyquant.ops.propagation import propagates, quantized_again
 from polyquant.qtensor import QTensor
+from polyquant.scheme import scheme as as_scheme
 
+#: What runs a product that was checked, and the last argument of that.
 _Plan = tuple[Callable[..., Array], Any]
 #: A model has a few hundred products; one that makes new shapes for ever must not fill memory.
 _MOST_PLANS = 4096
@@ -104,16 +106,41 @@ def linear(x: Any, weight: Any, bias: Any = None, *, activations: Any = None) ->
     """
     if is_compiling():
         return compiled().linear(x, weight, bias, activations)
+    key: tuple[Hashable, ...] = (
+        "linear",
+        facts_of(x),
+        facts_of(weight),
+        bias is not None and facts_of(bias),
+        activations is not None and as_scheme(activations),
+    )
+    if x.__class__ is QTensor is weight.__class__:
+        key = (*key, facts_of(x.data))
+    plan = plans().get(key)
+    if plan is None:
+        plan = _plan_linear(x, weight, bias, activations)
+        _remember(key, plan)
+    result = plan[0](x, weight, bias, plan[1])
+    return quantized_again(result, (x, weight)) if propagates() else result
+
+
+def _plan_linear(x: Any, weight: Any, bias: Any, activations: Any) -> _Plan:
+    """Every check of ``linear``, then what runs it, and the last argument of that."""
     check_linear(x, weight, bias)
     owner = backend_of(x.data if isinstance(x, QTensor) else x)
+    device = x.device if isinstance(x, QTensor) else owner.device_of(x)
     given = (x, weight) if bias is None else (x, weight, bias)
-    run = multiply_and_add
-    if is_transformed(owner, *given):
-        device = x.device if isinstance(x, QTensor) else owner.device_of(x)
-        problem = matmul_problem(x, weight.mT, device, transformed=True)
-        run = choose(owner.name, problem._replace(op="linear")).run
-    result = run(x, weight, bias, activations)
-    return quantized_again(result, (x, weight)) if propagates() else result
+    is_watched = is_transformed(owner, *given)
+    if activations is not None and not is_watched:
+        return multiply_and_add, activations
+    problem = matmul_problem(x, weight.mT, device, transformed=is_watched)
+    if is_watched:
+        return choose(owner.name, problem._replace(op="linear")).run, activations
+    run, native = choose(owner.name, problem).run, _result_dtype(x, weight, None)
+    if bias is None:
+        return lambda x, weight, bias, native: run(x, weight.mT, native), native
+    if bias.dtype == native == wide_of(bias, native):
+        return lambda x, weight, bias, native: run(x, weight.mT, native) + bias, native
+    return multiply_and_add, None
 
 
 def check_linear(x: Any, weight: Any, bias: Any) -> None:
@@ -140,9 +167,15 @@ def multiply_and_add(x: Any, weight: Any, bias: Any, activations: Any) -> Array:
     left = x if activations is None else quantize_plain(x, activations)
     if bias is None:
         return multiply(left, transposed, native)
-    xp = namespace(bias)
-    wide = xp.float64 if native == xp.float64 else xp.float32
-    return xp.astype(multiply(left, transposed, wide) + xp.astype(bias, wide), native)
+    xp, wide = namespace(bias), wide_of(bias, native)
+    total = multiply(left, transposed, wide) + xp.astype(bias, wide, copy=False)
+    return xp.astype(total, native, copy=False)
+
+
+def wide_of(array: Array, kind: Any) -> Any:
+    """The dtype in which numbers of a dtype are summed, in the library of an array."""
+    xp = namespace(array)
+    return xp.float64 if kind == xp.float64 else xp.float32
 
 
 def check_operands(a: Any, b: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -14,6 +15,12 @@ from polyquant.qtensor import QTensor, from_fields
 
 def _is_traced(array: Any) -> bool:
     return isinstance(array, jax.core.Tracer)
+
+
+def _facts(array: Any) -> Hashable:
+    if _is_traced(array) or not isinstance(array, jax.Array):
+        return None
+    return array.__class__, array.dtype, array.shape, array.device
 
 
 def _name(device: Any) -> str:
@@ -77,7 +84,7 @@ BACKEND = Backend(
     to_host=_to_host,
     from_host=_from_host,
     move=_move,
-    facts=lambda x: None if _is_traced(x) else (x.__class__, x.dtype, x.shape, x.device),
+    facts=_facts,
     kernels={
         "cpu": ("polyquant.backends.definition",),
         "*": ("polyquant.backends.jax.accelerators",),

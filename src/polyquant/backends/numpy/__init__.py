@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,11 @@ def _check(array: Any, role: str) -> None:
         raise UnsupportedArray(role=role, got=got, fix="Fill it first, e.g. with .filled(0)")
 
 
+def _facts(array: Any) -> Hashable:
+    is_array = isinstance(array, np.ndarray | np.generic)
+    return (array.__class__, array.dtype, array.shape) if is_array else None
+
+
 def _from_host(array: HostArray, device: str) -> HostArray:
     return array
 
@@ -37,7 +43,7 @@ BACKEND = Backend(
     to_host=lambda x: np.asarray(x),
     from_host=_from_host,
     move=_from_host,
-    facts=lambda x: (x.__class__, x.dtype, x.shape),
+    facts=_facts,
     kernels={"cpu": ("polyquant.backends.definition",)},
     functions={"clip": np.clip},
 )

@@ -89,8 +89,10 @@ def _move(array: torch.Tensor, device: str) -> torch.Tensor:
     return array.to(device.partition(":")[2])
 
 
-def _facts(array: torch.Tensor) -> Hashable:
-    if _is_watched() or array.layout is not _STRIDED or array.is_nested:
+def _facts(array: Any) -> Hashable:
+    if _functorch() or _dispatch_modes() or _is_autocast_enabled():  # _is_watched, without a call
+        return None
+    if not isinstance(array, _Tensor) or array.layout is not _STRIDED or array.is_nested:
         return None
     is_tracked = array.requires_grad and _is_grad_enabled()
     return array.__class__, array.dtype, array.shape, array.device, is_tracked
@@ -102,7 +104,7 @@ _functorch = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_grad_enabled = torch.is_grad_enabled
-_STRIDED = torch.strided
+_Tensor, _STRIDED = torch.Tensor, torch.strided
 
 
 def _is_watched() -> bool:
