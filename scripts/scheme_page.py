@@ -34,6 +34,12 @@ def page() -> str:
             "the last two axes, `row` one block a row and `tensor` one block for everything. The "
             "last block of a line may be short. A scale in parentheses is a scheme itself: the "
             "scales are quantized by it. `parse(str(s)) == s` for every scheme.",
+            "Files of other tools need three more things. `divisor.f32` and `absmax.f32` say that "
+            "the outermost scale is stored as a number to divide by, or as a largest magnitude. "
+            "After `~` stands a view: lines and blocks are those of the tensor reshaped to it, so "
+            "`~flat` lets blocks run on across the ends of rows. `~grouped` says that the tensor "
+            "brings a map from the elements of its last axis to the blocks along it. Such schemes "
+            "have `scheme.extras`, by which kernels decline; the definition runs them all.",
             "## Presets",
             f"Bits per element count everything stored, for a tensor of {EXTENT} x {EXTENT}.",
             table(

@@ -65,7 +65,7 @@ def _quantize(x: np.ndarray[Any, Any], s: pq.QuantScheme, table: Any) -> Oracle:
     lows, highs = zip(*(_range(vs, s) for vs in found), strict=True) if found else ((), ())
     ideal = [_ideal(lo, hi, s, table) for lo, hi in zip(lows, highs, strict=True)]
     scales, tensor_scale, divisors = _scales(ideal, s, grid)
-    offsets, numbers = _offsets(lows, divisors, s, grid)
+    offsets, numbers = _offsets(lows, divisors, s, grid, table)
     codes, values = np.zeros(x.shape, np.uint8), np.zeros(x.shape, np.float32)
     for at, b in enumerate(np.ndindex(*grid)):
         for i in members[b]:
@@ -76,6 +76,15 @@ def _quantize(x: np.ndarray[Any, Any], s: pq.QuantScheme, table: Any) -> Oracle:
 
 def _blocks(shape: Any, s: pq.QuantScheme) -> tuple[Any, dict[Any, list[Any]]]:
     """The grid and, for each of its places, the indices of the block's elements."""
+    if s.view is not None:
+        size, rest = math.prod(shape), math.prod(e for e in s.view if e != -1)
+        laid = tuple(size // rest if e == -1 else e for e in s.view)
+        grid, found = _blocks(laid, s._with(view=None))
+        places = np.arange(size).reshape(laid)
+        return grid, {
+            b: [tuple(map(int, np.unravel_index(places[i], shape))) for i in members]
+            for b, members in found.items()
+        }
     if s.block is None:
         extents = [max(d, 1) for d in shape]
         grid = (1,) * len(shape)
@@ -100,18 +109,24 @@ def _range(values: list[Any], s: pq.QuantScheme) -> tuple[Any, Any]:
 
 
 def _ideal(low: Any, high: Any, s: pq.QuantScheme, table: Any) -> Any:
+    if s.offset is not None and s.mode == "lookup":
+        entries = [float(v) for v in table]
+        span = F(max(entries)) - F(min(entries))
+        return flush(min(high - low, F(F32_MAX)) / (span if span > 0 else F(1)))
     if s.offset is not None:
         return flush(min(high - low, F(F32_MAX)) / F(2**s.bits - 1))
     if s.mode == "lookup":
         return flush(high / F(max(abs(flush(v)) for v in table)))
+    return flush(high / F(_half(s)))
+
+
+def _half(s: pq.QuantScheme) -> float:
     value = str(s.value)
     if value in TOPS:
-        half = TOPS[value]
-    elif value[0] == "u":
-        half = 2**s.bits - 1
-    else:
-        half = (2**s.bits - 1) / 2 if value[2] == "f" else 2 ** (s.bits - 1) - 1
-    return flush(high / F(half))
+        return TOPS[value]
+    if value[0] == "u":
+        return 2**s.bits - 1
+    return (2**s.bits - 1) / 2 if value[2] == "f" else 2 ** (s.bits - 1) - 1
 
 
 # -- scales and offsets -----------------------------------------------------------------------
@@ -150,18 +165,43 @@ def _scales(ideal: list[Any], s: pq.QuantScheme, grid: Any) -> tuple[Any, Any, l
     if s.tensor_scale is not None:
         top = {"f16": 65504.0, "ue4m3": 448.0}[s.scale]
         tensor_scale = F(min(max(max(ideal, default=F(0)) / F(top), F(TINY)), F(F32_MAX)))
-        ideal = [v / tensor_scale for v in ideal]
+        by = tensor_scale
+        if s.role == "divisor":
+            tensor_scale = F(1) / tensor_scale
+            by = flush(F(1) / tensor_scale)
+        elif s.role == "absmax":
+            tensor_scale = flush(tensor_scale * F(_half(s) * top))
+            by = flush(tensor_scale / F(_half(s) * top))
+        ideal = [v / by for v in ideal]
+    elif s.role == "divisor":
+        return _divisors(ideal, s, grid)
+    elif s.role == "absmax":
+        ideal = [flush(v * F(_half(s))) for v in ideal]
     pairs = [_round_up(v, str(s.scale)) for v in ideal]
     storage = pq.ScaleDtype(s.scale).storage
     dtype = np.dtype(ml_dtypes.bfloat16 if storage == "bfloat16" else storage)
     stored = np.asarray([p[0] for p in pairs], dtype).reshape(grid)
     numbers = [p[1] for p in pairs]
+    if tensor_scale is not None and s.role == "divisor":
+        return stored, tensor_scale, [flush(F(v) / tensor_scale) for v in numbers]
     if tensor_scale is not None:
-        return stored, tensor_scale, [flush(F(v) * tensor_scale) for v in numbers]
+        return stored, tensor_scale, [flush(F(v) * by) for v in numbers]
     return stored, None, [v if v == 2.0**-127 else F(v) for v in numbers]
 
 
-def _offsets(lows: Any, divisors: list[Any], s: pq.QuantScheme, grid: Any) -> tuple[Any, list[Any]]:
+def _divisors(ideal: list[Any], s: pq.QuantScheme, grid: Any) -> tuple[Any, None, list[Any]]:
+    """Stored reciprocals of one level, to nearest."""
+    narrow = np.float32 if s.scale == "f32" else NARROW[str(s.scale)]
+    top = float(ml_dtypes.finfo(narrow).max)
+    wide = [F(1) / max(v, F(TINY)) for v in ideal]
+    stored = np.clip(np.asarray(wide, np.float32), -top, top).astype(narrow)
+    numbers = [flush(F(1) / flush(v)) for v in stored.astype(np.float32)]
+    return stored.reshape(grid), None, numbers
+
+
+def _offsets(
+    lows: Any, divisors: list[Any], s: pq.QuantScheme, grid: Any, table: Any
+) -> tuple[Any, list[Any]]:
     """(stored offsets, the numbers they stand for)."""
     if s.offset is None:
         return None, [None] * len(divisors)
@@ -172,6 +212,10 @@ def _offsets(lows: Any, divisors: list[Any], s: pq.QuantScheme, grid: Any) -> tu
             F(0) if d == 0 else flush(F(float(-lo) / float(d)))
             for lo, d in zip(lows, divisors, strict=True)
         ]
+    if s.mode == "lookup":
+        least = F(min(float(v) for v in table))
+        pairs = zip(lows, divisors, strict=True)
+        ideal = [flush(low - flush(F(float(d) * float(least)))) for low, d in pairs]
     ideal = [F(0) if v == 0 else v for v in ideal]  # of 0 and -0 the minimum may be either
     if isinstance(dtype, pq.QuantScheme):
         inner = _quantize(np.asarray(ideal, np.float32).reshape(grid), dtype, None)
@@ -204,6 +248,8 @@ def _times_reciprocal(x: Any, divisor: Any) -> Any:
 def _encode(x: Any, divisor: Any, offset: Any, s: pq.QuantScheme, table: Any) -> int:
     if s.offset is not None and s.offset.kind == "bias":
         x = flush(x - offset)
+    if s.role == "absmax" and s.tensor_scale is None:
+        divisor = flush(divisor * (F(1) / F(_half(s))))
     t = _times_reciprocal(x, divisor)
     if s.mode == "lookup":
         return _nearest_entry(t, table)
@@ -243,6 +289,8 @@ def _decode(code: int, divisor: Any, offset: Any, s: pq.QuantScheme, table: Any)
     if s.offset is not None and s.offset.kind == "zero_point":
         number = number - offset
     product = flush(F(float(number) * float(divisor)))  # exact in float64, then one rounding
+    if s.role == "absmax" and s.tensor_scale is None:
+        product = flush(product * (F(1) / F(_half(s))))
     if s.offset is not None and s.offset.kind == "bias":
         return flush(product + offset)
     return product

@@ -62,7 +62,8 @@ def heads(draw: st.DrawFn) -> dict[str, Any]:
         return {"value": draw(st.sampled_from(UNSIGNED))}
     if kind == "named":
         table = draw(st.sampled_from(sorted(NAMED)))
-        return {"value": f"u{table_bits(table)}[{table}]"}
+        bias = draw(st.sampled_from([None, None, "bias:f32", "bias:f16"]))
+        return {"value": f"u{table_bits(table)}[{table}]", "offset": bias}
     if kind == "custom":
         return {"value": f"u{draw(st.integers(1, 8))}[custom]"}
     return {"value": draw(st.sampled_from(UNSIGNED)), "offset": draw(offsets())}
@@ -108,13 +109,29 @@ def schemes(draw: st.DrawFn, *, quantizable: bool = True) -> pq.QuantScheme:
     two_levels = block is not None and scale in ("f16", "ue4m3") and draw(st.booleans())
     if not quantizable and block is not None and scale in ("f32", "bf16"):
         two_levels = draw(st.booleans())
+    head = draw(heads())
+    role = "multiplier"
+    if two_levels or scale in FLOAT_SCALES:
+        is_symmetric = "[" not in head["value"] and head.get("offset") is None
+        roles = [*["multiplier"] * 3, "divisor", *(["absmax"] if is_symmetric else [])]
+        role = draw(st.sampled_from(roles))
     return pq.QuantScheme(
-        **draw(heads()),
+        **head,
         block=block,
         scale=scale,
         tensor_scale="f32" if two_levels else None,
         store=draw(st.sampled_from(STORES)),
+        role=role,
+        view=draw(views(block)),
     )
+
+
+def views(block: tuple[int, ...] | None) -> st.SearchStrategy[tuple[int, ...] | None]:
+    """No view, most often; else one of an extent that divides any tensor, and as many axes."""
+    if block is not None and len(block) > 2:
+        return st.none()
+    made = [(-1,)] if block is None or len(block) == 1 else []
+    return st.sampled_from([None, None, None, *made, (1, -1), (-1, 1)])
 
 
 def rank_needed(scheme: pq.QuantScheme) -> int:

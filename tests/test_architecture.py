@@ -26,8 +26,10 @@ LAYERS = (
     ("errors",),
     ("values", "arrays"),
     ("tables", "presets", "calls"),
+    ("fields",),
+    ("grammar",),
     ("scheme",),
-    ("codec", "blocks"),
+    ("codec", "blocks", "arithmetic"),
     ("data", "methods"),
     ("qtensor",),
     ("standard", "kernel"),
@@ -58,6 +60,8 @@ LIBRARIES = {
     "torch": ("backends/torch/", "torch/"),
     "jax": ("backends/jax/",),
     "jaxlib": ("backends/jax/",),
+    "triton": ("backends/torch/cuda/",),
+    "cuda": ("backends/torch/cuda/",),
     "matplotlib": ("report/",),
 }
 

@@ -13,6 +13,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -782,14 +783,31 @@ class Module:
         return self.functions.get(callee.id) if isinstance(callee, ast.Name) else None
 
     def returns_error(self, callee: ast.expr) -> bool:
-        """Whether a callee is a function of this module that is annotated to make an error."""
+        """Whether a callee is annotated to make an error: a function of this module, or a method.
+
+        A method may be of another module: only its name is known.
+        """
+        if isinstance(callee, ast.Attribute):
+            return callee.attr in _error_makers()
         function = self.function(callee)
-        made = None if function is None else function.returns
-        return made is not None and ast.unparse(made) in {*CLASSES, "PolyquantError"}
+        return function is not None and _makes_an_error(function)
 
     def where(self, node: ast.AST) -> str:
         name = relative(self.path) if self.path.is_relative_to(SOURCE) else self.path.name
         return f"{name}:{node.lineno}"  # type: ignore[attr-defined]
+
+
+def _makes_an_error(function: ast.FunctionDef) -> bool:
+    made = function.returns
+    return made is not None and ast.unparse(made) in {*CLASSES, "PolyquantError"}
+
+
+@cache
+def _error_makers() -> frozenset[str]:
+    """The names of all functions and methods that are annotated to make an error."""
+    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    return frozenset(node.name for node in functions if _makes_an_error(node))
 
 
 @pytest.fixture(scope="module")

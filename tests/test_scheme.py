@@ -97,6 +97,34 @@ def test_facts() -> None:
     assert pq.scheme("q4s").scale_shape((0, 40)) == (0, 2)
 
 
+def test_what_kernels_decline_by() -> None:
+    assert pq.scheme("nf4-double").is_plain
+    extras = {
+        "e2m1/16:ue4m3/tensor:divisor.f32": "divisor",
+        "q8s/row:absmax.f32": "absmax",
+        "u4[nf4]/64:f32~flat": "flat",
+        "u4/*x1:f16-zero:f16~64x*": r"64x*",
+        "u4[nf4]/64:(u8[dynamic8u]/256:f32+bias:f32)": "a bias beside a table",
+    }
+    for text, word in extras.items():
+        scheme = pq.scheme(text)
+        assert str(scheme) == text
+        assert not scheme.is_plain and word in " ".join(scheme.extras)
+
+
+def test_views() -> None:
+    flat = pq.scheme("u4[nf4]/64:f32~flat")
+    assert flat.laid((33, 50)) == (1650,)
+    assert flat.scale_shape((33, 50)) == (26,)
+    strided = pq.scheme("u4/*x1:f16-zero:f16~64x*")
+    assert (strided.laid((24, 256)), strided.scale_shape((24, 256))) == ((64, 96), (1, 96))
+    with pytest.raises(errors.ShapeMismatch, match="does not divide"):
+        strided.laid((3, 7))
+    for view in ((2, 3), (-1, -1), ()):
+        with pytest.raises(errors.InvalidBlock):
+            pq.QuantScheme(view=view)
+
+
 def test_leading_ones_of_a_block_are_dropped() -> None:
     assert pq.QuantScheme(block=(1, 1, 32)) == pq.QuantScheme(block=(32,)) == pq.QuantScheme()
     assert str(pq.QuantScheme(block=(1, -1))) == "q4s/row:f16"
@@ -113,7 +141,11 @@ INVALID: tuple[dict[str, Any], ...] = (
     {"value": "q4s", "offset": "bias:f16"},
     {"value": "e2m1", "offset": "zero_point:f16"},
     {"value": "u4", "mode": "affine"},
-    {"value": "u4[nf4]", "offset": "bias:f16"},
+    {"value": "u4[nf4]", "offset": "zero_point:f16"},
+    {"value": "q4s", "scale": "ue8m0", "role": "divisor"},
+    {"value": "q4s", "scale": pq.QuantScheme("u8"), "role": "absmax"},
+    {"value": "u4", "offset": "bias:f16", "role": "absmax"},
+    {"value": "q4s", "scale": pq.QuantScheme("u8", view=-1)},
     {"value": "e2m1", "mode": "lookup"},
     {"value": "u3[nf4]"},
     {"value": "u4", "offset": "bias:u4"},
@@ -143,6 +175,8 @@ def test_invalid_combinations_name_a_valid_one(given_: dict[str, Any]) -> None:
     scale=st.sampled_from([*pq.ScaleDtype, pq.QuantScheme("u8"), pq.scheme("u4[nf4]/8:f16")]),
     tensor_scale=st.sampled_from([None, None, *pq.ScaleDtype]),
     offset=st.sampled_from([None, None, "bias:f16", "zero_point:u4", "bias:u4", "bias:ue8m0"]),
+    role=st.sampled_from(["multiplier", "divisor", "absmax"]),
+    view=st.sampled_from([None, -1, (4, -1)]),
 )
 def test_every_combination_is_valid_or_names_a_valid_one(**given_: Any) -> None:
     try:
@@ -213,6 +247,8 @@ def test_a_block_with_more_axes_than_the_tensor() -> None:
         ({"mode": "lookup"}, errors.PolyquantError),
         ({"block": [0]}, errors.InvalidBlock),
         ({"offset": {"kind": "bias"}}, errors.UnknownScheme),
+        ({"role": "multiplier"}, errors.UnknownScheme),
+        ({"view": [4]}, errors.InvalidBlock),
     ],
 )
 def test_json_that_cannot_be(change: dict[str, Any], error: type[Exception]) -> None:

@@ -30,9 +30,14 @@ class Rows(NamedTuple):
 
 
 def blocks_of(scheme: QuantScheme, shape: Sequence[int]) -> Blocks:
-    """The blocks of a scheme on a stored shape; a shape without axes counts as one element."""
+    """The blocks of a scheme on a stored shape (or the view of it that the scheme has).
+
+    A shape without axes counts as one element.
+    """
     counts, extents = scheme.scale_shape(shape), scheme.block_extents(shape)
-    return Blocks(tuple(shape) or (1,), extents or (1,), counts or (1,))
+    if scheme.grouped:  # along the last axis every element finds its own scale
+        counts, extents = (*counts[:-1], shape[-1]), (*extents[:-1], 1)
+    return Blocks(scheme.laid(shape) or (1,), extents or (1,), counts or (1,))
 
 
 def row_runs(blocks: Blocks, *, whole: bool) -> Iterator[Rows]:

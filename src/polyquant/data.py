@@ -1,7 +1,8 @@
 """The host form of a quantized tensor: one run of bytes, a shape and a scheme.
 
-``bytes = codes | scales | tensor scale (f32) | offsets | table (f32)``, little-endian, no padding
-in between. Scales that are quantized themselves stand there as their own such run.
+``bytes = codes | scales | tensor scale (f32) | offsets | table (f32) | groups (i32)``,
+little-endian, no padding in between. Scales that are quantized themselves stand there as their own
+such run.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def host_dtype(name: str) -> np.dtype[np.generic]:
 
 def parts(scheme: QuantScheme, shape: Sequence[int]) -> Iterator[Part]:
     """The stored arrays of a tensor of that scheme and stored shape, in the order of the bytes."""
-    lines, length = (tuple(shape[:-1]), shape[-1]) if shape else ((), 1)
+    laid = scheme.laid(shape) or (1,)
+    lines, length = (laid[:-1], laid[-1]) if shape or scheme.view else ((), 1)
     size = line_size_bytes(length, scheme.bits, scheme.store)
     yield Part("data", "uint8", (*lines, size), scheme)
     grid = scheme.scale_shape(shape)
@@ -55,6 +57,8 @@ def parts(scheme: QuantScheme, shape: Sequence[int]) -> Iterator[Part]:
         yield from _grid_parts("offsets", scheme.offset.dtype, grid, scheme)
     if scheme.mode is QuantMode.LOOKUP:
         yield Part("table", "float32", (2**scheme.bits,), scheme)
+    if scheme.grouped:
+        yield Part("groups", "int32", (length,), scheme)
 
 
 def _grid_parts(
@@ -168,7 +172,8 @@ def check_numbers(
 ) -> None:
     """Raise CorruptData or a table error where stored numbers cannot be what they claim.
 
-    Scales, offsets and tensor scales must be finite; a named table must hold its own entries.
+    Scales, offsets and tensor scales must be finite; a named table must hold its own entries;
+    groups must exist.
     """
     for part in parts(scheme, shape):
         array, kind = arrays[part.name], part.name.rpartition(".")[2]
@@ -176,6 +181,12 @@ def check_numbers(
             check_table(array, str(part.scheme.table), part.scheme.bits)
         elif kind in ("scales", "tensor_scale", "offsets"):
             _check_finite(array, part, kind)
+        elif kind == "groups":
+            count = part.scheme.scale_shape(shape)[-1]
+            bad = (array < 0) | (array >= count)
+            if bad.any():
+                reason = f"{int(bad.sum())} of its elements are in no group of the {count}"
+                raise CorruptData(what=part.name, reason=reason)
 
 
 def _check_finite(array: HostArray, part: Part, kind: str) -> None:

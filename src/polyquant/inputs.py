@@ -180,7 +180,7 @@ def stored_params(
     if pair and (scheme.tensor_scale is None or len(scales) != 2):
         reason = "only a scheme of two levels takes a pair, (block scales, tensor scale)"
         raise ScaleArgument(scheme=str(scheme), what="scales", reason=reason)
-    if not pair:  # two levels of which the rule is unknown need the pair
+    if not pair or scheme.grouped:  # two levels of which the rule is unknown need the pair
         calibrate.check("minmax", scheme)
     signed = calibration == "signed_max"
     ideal = _grid_argument(x, scheme, scales[0] if pair else scales, "scales", signed=signed)
@@ -197,7 +197,7 @@ def stored_params(
     if offsets is None:
         low, _ = standard.value_range(x, scheme, nonfinite=nonfinite)
         return made._replace(
-            offsets=standard.store_offsets(scheme, low, standard.divisor(scheme, made))
+            offsets=standard.store_offsets(scheme, low, standard.divisor(scheme, made), table)
         )
     return made._replace(offsets=_offsets_argument(x, scheme, offsets))
 

@@ -48,13 +48,23 @@ class Kernel:
     """One way to compute one op: its dotted name, when it cannot run, and how it runs.
 
     ``run`` takes the op's operands and keywords; a kernel of "quantize" takes the array, the
-    scheme and the calibration.
+    scheme and the calibration. ``declines`` is the kernel's own answer. Schemes with ``extras`` are
+    declined for it, unless it says that it ``takes_extras``.
     """
 
     name: str
     op: str
-    why_not: Callable[[Problem], str | None]
+    declines: Callable[[Problem], str | None]
     run: Callable[..., Any]
+    takes_extras: bool = False
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Why it cannot run a problem, or None when it can."""
+        if not self.takes_extras:
+            for scheme in (problem.a, problem.b):
+                if isinstance(scheme, QuantScheme) and scheme.extras:
+                    return f"it does not know {scheme.extras[0]}"
+        return self.declines(problem)
 
 
 def bucket(extent: int) -> int:

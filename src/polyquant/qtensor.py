@@ -41,6 +41,7 @@ _FIELDS = (
     "table",
     "axes",
     "device",
+    "groups",
 )
 
 
@@ -51,17 +52,21 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
 
     1. ``axes`` is a permutation: logical axis ``i`` is stored axis ``axes[i]``. ``stored_shape`` is
        ``shape`` in stored order, and the scheme's blocks are aligned to the stored axes.
-    2. ``data`` is uint8 of shape ``stored_shape[:-1] + (line bytes,)``: the packed codes.
+    2. ``data`` is uint8 of shape ``laid[:-1] + (line bytes,)``, the packed codes; ``laid`` is
+       ``stored_shape``, or the scheme's view of it.
     3. ``scales`` is an array of the scheme's scale type (8-bit types as uint8) on the grid
        ``scheme.scale_shape(stored_shape)``, or a QTensor of the scheme's scale scheme.
     4. ``tensor_scale`` is float32 of shape ``()`` where the scheme has two levels, else None.
     5. ``offsets`` is like ``scales``, with integer zero points as uint8, else None.
     6. ``table`` is float32 of shape ``(2**bits,)`` in mode lookup, else None.
-    7. All of these are arrays of the library, and on the device, that ``device`` names.
+    7. ``groups`` is int32, one for each element of the last stored axis, where the scheme is
+       grouped, else None: which of the grid's columns holds its scale and offset.
+    8. All of these are arrays of the library, and on the device, that ``device`` names.
     """
 
-    # The last two are kept once they were asked for: what products are remembered by, and mT.
-    __slots__ = (*_FIELDS, "__weakref__", "_kind", "_turned")
+    # The last three are kept once they were asked for: what products are remembered by, mT, and
+    # what a kernel prepared.
+    __slots__ = (*_FIELDS, "__weakref__", "_kind", "_prepared", "_turned")
 
     scheme: QuantScheme
     shape: tuple[int, ...]
@@ -72,8 +77,10 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
     table: Array | None
     axes: tuple[int, ...]
     device: str
+    groups: Array | None
     _kind: object | None
     _turned: QTensor | None
+    _prepared: object | None
 
     def __init__(
         self,
@@ -85,6 +92,7 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
         tensor_scale: Array | None = None,
         offsets: Array | None = None,
         table: Array | None = None,
+        groups: Array | None = None,
         axes: Sequence[int] | None = None,
         device: str,
     ) -> None:
@@ -93,7 +101,7 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
         if not isinstance(device, str):
             raise InvalidArgument(name="device", wanted="a device's name", got=device)
         grids = (data, scales, tensor_scale, offsets, table)
-        given = (scheme, tuple(shape), *grids, tuple(given_axes), device)
+        given = (scheme, tuple(shape), *grids, tuple(given_axes), device, groups)
         _fill(self, given)
         validate(self)
 
@@ -160,7 +168,7 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
         """
         scheme, stored = self.scheme, self.stored_shape
         xp = namespace(self.data)
-        length = stored[-1] if stored else 1
+        length = (scheme.laid(stored) or (1,))[-1]
         fields = unpack(xp, self.data, length, scheme.value, scheme.store)
         if not scheme.value.is_float and scheme.value.is_signed:
             sign = 2 ** (scheme.bits - 1)
@@ -245,7 +253,7 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
                 return None
             return part._map(move, device) if isinstance(part, QTensor) else move(part)
 
-        arrays = ("data", "scales", "tensor_scale", "offsets", "table")
+        arrays = ("data", "scales", "tensor_scale", "offsets", "table", "groups")
         changes = {name: moved(getattr(self, name)) for name in arrays}
         return self._replace(**changes, device=device)
 
@@ -259,12 +267,16 @@ def _fill(q: QTensor, fields: Sequence[Any]) -> None:
         object.__setattr__(q, name, item)
     object.__setattr__(q, "_kind", None)
     object.__setattr__(q, "_turned", None)
+    object.__setattr__(q, "_prepared", None)
 
 
 def from_fields(*fields: Any) -> QTensor:
-    """A QTensor of fields that are known to satisfy the invariants (a view, a copy, a pickle)."""
+    """A QTensor of fields that are known to satisfy the invariants (a view, a copy, a pickle).
+
+    Groups, the last, may be left out.
+    """
     made = QTensor.__new__(QTensor)
-    _fill(made, fields)
+    _fill(made, fields if len(fields) == len(_FIELDS) else (*fields, None))
     return made
 
 
@@ -284,7 +296,7 @@ def _kind(*facts: Any) -> object:
 
 
 def _walk(q: QTensor, prefix: str) -> Iterator[tuple[str, Array]]:
-    for name in ("data", "scales", "tensor_scale", "offsets", "table"):
+    for name in ("data", "scales", "tensor_scale", "offsets", "table", "groups"):
         part = getattr(q, name)
         if isinstance(part, QTensor):
             yield from _walk(part, f"{prefix}{name}.")
@@ -300,7 +312,7 @@ def validate(q: QTensor) -> None:
     _validate_nested(q, "offsets", q.offsets, offset)
     arrays = q.parts()
     wanted = {part.name: part for part in stored_parts(q.scheme, q.stored_shape)}
-    for name in (*wanted, *arrays):  # 2-6
+    for name in (*wanted, *arrays):  # 2-7
         if name not in arrays or name not in wanted:
             needed = "an array" if name in wanted else "left out: the scheme has none"
             _refuse(q, name, needed, "nothing" if name in wanted else "an array")
@@ -317,7 +329,7 @@ def _validate_nested(q: QTensor, name: str, part: Any, wanted: Any) -> None:
 
 def _validate_part(q: QTensor, name: str, array: Array, kind: str, shape: tuple[int, ...]) -> None:
     owner = find_backend(array)
-    if owner is None or (not owner.is_traced(array) and owner.device_of(array) != q.device):  # 7
+    if owner is None or (not owner.is_traced(array) and owner.device_of(array) != q.device):  # 8
         got = f"{type(array).__name__}" if owner is None else f"on {owner.device_of(array)}"
         _refuse(q, name, f"an array on {q.device}", got)
     if tuple(array.shape) != shape:
@@ -359,6 +371,7 @@ def from_parts(
         tensor_scale=arrays.get("tensor_scale"),
         offsets=None if scheme.offset is None else nested("offsets", scheme.offset.dtype, grid),
         table=arrays.get("table") if scheme.mode is QuantMode.LOOKUP else None,
+        groups=arrays.get("groups"),
         axes=order,
         device=device,
     )

@@ -13,7 +13,7 @@ from polyquant.blocks import Blocks, Rows, blocks_of, split
 from polyquant.dispatch import check_one_device, check_real
 from polyquant.errors import AlreadyQuantized, InvalidArgument, ShapeMismatch
 from polyquant.qtensor import QTensor
-from polyquant.standard import Params, decoded_runs, divisor, offset_numbers
+from polyquant.standard import decoded_runs, divisor, offset_numbers, params_in
 from polyquant.values import QuantMode
 
 
@@ -120,8 +120,8 @@ class _Totals:
 
 def _reach(q: QTensor, blocks: Blocks) -> tuple[HostArray, HostArray]:
     """The lowest and highest number that each block can hold, on the grid."""
-    scale = divisor(q.scheme, Params(q.scales, q.tensor_scale, q.offsets, q.table))
-    value = scale.value if scale.half is None else scale.value * scale.half
+    scale = divisor(q.scheme, params_in(q))
+    value = scale.whole
     low, high = q.scheme.value.range
     if q.scheme.mode is QuantMode.LOOKUP:
         low, high = float(q.table.min()), float(q.table.max())  # type: ignore[union-attr]
@@ -131,4 +131,6 @@ def _reach(q: QTensor, blocks: Blocks) -> tuple[HostArray, HostArray]:
     if not is_bias:
         ends = [(low - offset) * value, (high - offset) * value]
     bottom, top = np.minimum(*ends), np.maximum(*ends)  # a negative scale turns them round
+    if q.groups is not None:
+        bottom, top = bottom[..., q.groups], top[..., q.groups]
     return bottom.reshape(blocks.counts), top.reshape(blocks.counts)

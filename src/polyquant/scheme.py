@@ -2,10 +2,13 @@
 
 Text form::
 
-    scheme  = value ["[" table "]"] "/" block ":" scale ["/tensor:f32"] [offset] ["@" store]
+    scheme  = value ["[" table "]"] "/" block ":" scale ["/tensor:" outer] [offset]
+              ["~" ("grouped" | view)] ["@" store]
     block   = "tensor" | "row" | extent ("x" extent)*      extent = number | "*" (the whole axis)
-    scale   = "f32" | "f16" | "bf16" | "ue8m0" | "ue4m3" | "(" scheme ")"
+    scale   = outer | "ue8m0" | "ue4m3" | "(" scheme ")"
+    outer   = ["divisor." | "absmax."] ("f32" | "f16" | "bf16")
     offset  = "+bias:" (float | "(" scheme ")") | "-zero:" (float | "u1".."u8" | "(" scheme ")")
+    view    = "flat" | extent ("x" extent)*                exactly one "*": what is left
 
 ``parse(str(s)) == s`` for every scheme. The default store, packed_u32, is not written.
 """
@@ -13,43 +16,51 @@ Text form::
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum
 from functools import lru_cache
-from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 from polyquant.errors import (
     BlockRank,
     InvalidArgument,
-    InvalidBlock,
     InvalidScheme,
+    ShapeMismatch,
     UnknownName,
     UnknownScheme,
     UnsupportedVersion,
 )
+from polyquant.fields import (
+    block_extents,
+    block_text,
+    flag,
+    member,
+    value_and_table,
+    view_extents,
+    view_text,
+)
+from polyquant.grammar import DEEPEST, SEE, read
 from polyquant.presets import PRESETS
-from polyquant.tables import CUSTOM, NAMED, table_bits
-from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype, is_known
+from polyquant.tables import CUSTOM, table_bits
+from polyquant.values import OffsetKind as OffsetKind
+from polyquant.values import (
+    QuantMode,
+    QuantStore,
+    QuantValue,
+    ScaleDtype,
+    ScaleRole,
+    is_known,
+)
 
 #: Version of the JSON form. A change of what a field means raises it.
 JSON_VERSION = 1
 
-#: Schemes in one another. Formats use two (scales that are quantized); more is a hostile text.
-_DEEPEST = 4
 _LONGEST_EXTENT = 2**63 - 1
 _FLOAT_OFFSETS = (ScaleDtype.F32, ScaleDtype.F16, ScaleDtype.BF16)
 _E = TypeVar("_E", bound=StrEnum)
-
-
-class OffsetKind(StrEnum):
-    """Where an offset acts: before the scale (subtracted) or after it (added)."""
-
-    ZERO_POINT = "zero_point"
-    BIAS = "bias"
 
 
 class Offset(NamedTuple):
@@ -80,6 +91,11 @@ class QuantScheme:
         offset: None, ``"bias:f16"``, ``"zero_point:u4"``, ``"zero_point:f16"``, an Offset, or a
             pair of a kind and a QuantScheme.
         store: "packed_u32", "packed_native" or "native".
+        role: how the stored outermost scale acts: "multiplier", "divisor" or "absmax".
+        view: None, or extents of which one is -1: lines and blocks are those of the (stored)
+            tensor reshaped to them. (-1,) is flat: blocks run on across the ends of rows.
+        grouped: whether the tensor holds a map from the elements of its last stored axis to the
+            blocks along it (their groups), as GPTQ's activation order needs.
 
     Raises:
         InvalidScheme, InvalidBlock, UnknownName.
@@ -92,6 +108,9 @@ class QuantScheme:
     tensor_scale: ScaleDtype | None
     offset: Offset | None
     store: QuantStore
+    role: ScaleRole
+    view: tuple[int, ...] | None
+    grouped: bool
     table: str | None
     _hash: int = field(repr=False, compare=False)
     _text: str = field(repr=False, compare=False)
@@ -106,9 +125,12 @@ class QuantScheme:
         tensor_scale: ScaleDtype | str | None = None,
         offset: Offset | tuple[str, Any] | str | None = None,
         store: QuantStore | str = "packed_u32",
+        role: ScaleRole | str = "multiplier",
+        view: Sequence[int] | int | None = None,
+        grouped: bool = False,
     ) -> None:
-        kind, table = _value_and_table(value)
-        mode = _member(QuantMode, mode, "mode")
+        kind, table = value_and_table(value)
+        mode = member(QuantMode, mode, "mode")
         parsed_offset = _offset(offset)
         if mode is QuantMode.SYMMETRIC and parsed_offset is not None:
             mode = QuantMode.AFFINE
@@ -119,13 +141,16 @@ class QuantScheme:
         fields = {
             "value": kind,
             "mode": mode,
-            "block": _block(block),
+            "block": block_extents(block),
             "scale": _scale(scale),
             "tensor_scale": None
             if tensor_scale is None
-            else _member(ScaleDtype, tensor_scale, "scale type"),
+            else member(ScaleDtype, tensor_scale, "scale type"),
             "offset": parsed_offset,
-            "store": _member(QuantStore, store, "store"),
+            "store": member(QuantStore, store, "store"),
+            "role": member(ScaleRole, role, "role of a scale"),
+            "view": view_extents(view),
+            "grouped": flag(grouped, "grouped"),
             "table": table,
         }
         for name, item in fields.items():
@@ -152,11 +177,50 @@ class QuantScheme:
         """1, or 2 with a tensor scale under the block scales."""
         return 1 if self.tensor_scale is None else 2
 
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What it has beyond blocks of rows under scales that multiply, in words.
+
+        Kernels that do not ask for these decline a scheme that has any.
+        """
+        inner = (self.scale, None if self.offset is None else self.offset.dtype)
+        found = [word for s in inner if isinstance(s, QuantScheme) for word in s.extras]
+        if self.role is not ScaleRole.MULTIPLIER:
+            found.append(f"a scale that is a {self.role}")
+        if self.view is not None:
+            found.append(f"blocks of the tensor viewed as {view_text(self.view)}")
+        if self.grouped:
+            found.append("a map from elements to groups")
+        if self.table is not None and self.offset is not None:
+            found.append("a bias beside a table")
+        return tuple(found)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no ``extras``."""
+        return not self.extras
+
+    def laid(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape whose lines and blocks are stored: ``shape``, or the view of as many elements.
+
+        Raises ShapeMismatch where the view's extents do not divide them.
+        """
+        if self.view is None:
+            return tuple(shape)
+        size, rest = math.prod(shape), math.prod(e for e in self.view if e != -1)
+        if size % rest:
+            reason = f"a view of {rest} does not divide {size} elements"
+            raise ShapeMismatch(op="The view", left=self.view, right=tuple(shape), reason=reason)
+        return tuple(size // rest if e == -1 else e for e in self.view)
+
     def block_extents(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The block's extent along every axis of ``shape``, at least 1, cut to the axis.
+        """The block's extent along every axis of ``laid(shape)``, at least 1, cut to the axis.
 
         Raises BlockRank where the block has more axes than the shape.
         """
+        return self._extents(self.laid(shape))
+
+    def _extents(self, shape: Sequence[int]) -> tuple[int, ...]:
         if self.block is None:
             return tuple(max(d, 1) for d in shape)
         missing = len(shape) - len(self.block)
@@ -171,17 +235,18 @@ class QuantScheme:
         return tuple(max(1, d if b == -1 else min(b, d)) for b, d in zip(full, shape, strict=True))
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the scale grid: one per block, with the rank of ``shape``."""
+        """The shape of the scale grid: one per block, with the rank of ``laid(shape)``."""
+        shape = self.laid(shape)
         if self.block is None:
             return (1,) * len(shape)
-        extents = self.block_extents(shape)
+        extents = self._extents(shape)
         return tuple(-(-d // b) for d, b in zip(shape, extents, strict=True))
 
     # -- builders -----------------------------------------------------------------------------
 
     def with_value(self, value: QuantValue | str) -> QuantScheme:
         """The same scheme with another value type (a lookup keeps its table, if the width fits)."""
-        kind, table = _value_and_table(value)
+        kind, table = value_and_table(value)
         if table is None and self.mode is QuantMode.LOOKUP and self.table is not None:
             same_width = self.table == CUSTOM or table_bits(self.table) == kind.bits
             table = self.table if same_width else CUSTOM
@@ -189,13 +254,17 @@ class QuantScheme:
 
     def with_mode(self, mode: QuantMode | str) -> QuantScheme:
         """The same scheme with another mode; leaving lookup or affine drops table or offset."""
-        mode = _member(QuantMode, mode, "mode")
+        mode = member(QuantMode, mode, "mode")
         dropped = None if mode is not QuantMode.AFFINE else self.offset
         return self._with(value=self.value, mode=mode, offset=dropped)
 
     def with_store(self, store: QuantStore | str) -> QuantScheme:
         """The same scheme with another store: the same codes, other bytes."""
         return self._with(store=store)
+
+    def with_role(self, role: ScaleRole | str) -> QuantScheme:
+        """The same scheme whose outermost scale, as stored, acts otherwise."""
+        return self._with(role=role)
 
     def with_offset(self, offset: Offset | tuple[str, Any] | str | None) -> QuantScheme:
         """The same scheme with another offset, or none."""
@@ -219,16 +288,7 @@ class QuantScheme:
         return self._with(tensor_scale=scale)
 
     def _with(self, **changes: Any) -> QuantScheme:
-        now = {
-            "value": f"{self.value}[{self.table}]" if self.table else self.value,
-            "mode": self.mode,
-            "block": self.block,
-            "scale": self.scale,
-            "tensor_scale": self.tensor_scale,
-            "offset": self.offset,
-            "store": self.store,
-        }
-        return QuantScheme(**(now | changes))
+        return QuantScheme(**(_arguments(self) | changes))
 
     # -- text and JSON ------------------------------------------------------------------------
 
@@ -239,8 +299,18 @@ class QuantScheme:
         return f"QuantScheme({str(self)!r})"
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form: plain dicts, lists, strings and numbers."""
-        return {
+        """The JSON form: plain dicts, lists, strings and numbers.
+
+        ``role``, ``view`` and ``grouped`` stand there only where they are not the default.
+        """
+        more: dict[str, Any] = {}
+        if self.role is not ScaleRole.MULTIPLIER:
+            more["role"] = str(self.role)
+        if self.view is not None:
+            more["view"] = list(self.view)
+        if self.grouped:
+            more["grouped"] = True
+        return more | {
             "version": JSON_VERSION,
             "value": str(self.value),
             "mode": str(self.mode),
@@ -265,33 +335,56 @@ class QuantScheme:
                 form = json.loads(form)
             except (ValueError, RecursionError) as error:
                 reason = f"it is not JSON ({error})"
-                raise UnknownScheme(got=form, reason=reason, fix=_SEE) from None
+                raise UnknownScheme(got=form, reason=reason, fix=SEE) from None
         return _scheme_of(form, depth=1)
+
+
+def _arguments(s: QuantScheme) -> dict[str, Any]:
+    """The arguments that make a scheme."""
+    return {
+        "value": f"{s.value}[{s.table}]" if s.table else s.value,
+        "mode": s.mode,
+        "block": s.block,
+        "scale": s.scale,
+        "tensor_scale": s.tensor_scale,
+        "offset": s.offset,
+        "store": s.store,
+        "role": s.role,
+        "view": s.view,
+        "grouped": s.grouped,
+    }
 
 
 def _text(scheme: QuantScheme) -> str:
     """The text form, which every scheme makes once."""
     text = f"{scheme.value}[{scheme.table}]" if scheme.table else str(scheme.value)
-    text += f"/{_block_text(scheme.block)}:{_in_parentheses(scheme.scale)}"
+    role = "" if scheme.role is ScaleRole.MULTIPLIER else f"{scheme.role}."
+    inner, outer = (role, "") if scheme.tensor_scale is None else ("", role)
+    text += f"/{block_text(scheme.block)}:{inner}{_in_parentheses(scheme.scale)}"
     if scheme.tensor_scale is not None:
-        text += f"/tensor:{scheme.tensor_scale}"
+        text += f"/tensor:{outer}{scheme.tensor_scale}"
     if scheme.offset is not None:
         sign = "+bias:" if scheme.offset.kind is OffsetKind.BIAS else "-zero:"
         text += sign + _in_parentheses(scheme.offset.dtype)
+    if scheme.view is not None:
+        text += f"~{view_text(scheme.view)}"
+    text += "~grouped" if scheme.grouped else ""
     return text if scheme.store is QuantStore.PACKED_U32 else f"{text}@{scheme.store}"
 
 
 def _scheme_of(form: Any, *, depth: int) -> QuantScheme:
     """The scheme of a JSON form that may come from outside, ``depth`` schemes deep."""
     reason = None
-    if not isinstance(form, dict) or set(form) != _JSON_FIELDS:
+    if not isinstance(form, dict) or set(form) - _JSON_MORE != _JSON_FIELDS:
         reason = f"a JSON form has exactly the fields {', '.join(sorted(_JSON_FIELDS))}"
-    elif depth > _DEEPEST:
-        reason = f"at most {_DEEPEST} schemes lie in one another"
-    elif form["offset"] is not None and not _has_offset_fields(form["offset"]):
+    elif depth > DEEPEST:
+        reason = f"at most {DEEPEST} schemes lie in one another"
+    elif form["offset"] is not None and (
+        not isinstance(form["offset"], dict) or set(form["offset"]) != {"kind", "dtype"}
+    ):
         reason = "its offset needs kind and dtype, or null"
     if reason is not None:
-        raise UnknownScheme(got=form, reason=reason, fix=_SEE)
+        raise UnknownScheme(got=form, reason=reason, fix=SEE)
     if not isinstance(form["version"], int) or form["version"] != JSON_VERSION:
         raise UnsupportedVersion(what="scheme", got=form["version"], known=JSON_VERSION)
 
@@ -307,23 +400,23 @@ def _scheme_of(form: Any, *, depth: int) -> QuantScheme:
         tensor_scale=form["tensor_scale"],
         offset=None if offset is None else (offset["kind"], dtype(offset["dtype"])),
         store=form["store"],
+        role=form.get("role", "multiplier"),
+        view=form.get("view"),
+        grouped=form.get("grouped", False),
     )
     made = scheme.to_json()
-    field = next((name for name in sorted(_JSON_FIELDS) if made[name] != form[name]), None)
+    field = next((name for name in sorted(form) if made.get(name) != form[name]), None)
     if field is not None:
-        reason = f"its {field} {form[field]!r} disagrees with its other fields ({made[field]!r})"
-        raise UnknownScheme(got=form, reason=reason, fix=_SEE)
+        other = made.get(field)
+        reason = f"its {field} {form[field]!r} disagrees with its other fields ({other!r})"
+        raise UnknownScheme(got=form, reason=reason, fix=SEE)
     return scheme
-
-
-def _has_offset_fields(offset: Any) -> bool:
-    return isinstance(offset, dict) and set(offset) == {"kind", "dtype"}
 
 
 _JSON_FIELDS = frozenset(
     ("version", "value", "mode", "table", "block", "scale", "tensor_scale", "offset", "store")
 )
-_SEE = "The presets are listed by pq.presets()"
+_JSON_MORE = frozenset(("role", "view", "grouped"))
 
 
 # -- presets ----------------------------------------------------------------------------------
@@ -351,134 +444,23 @@ def _named(text: str) -> QuantScheme:
 
 # -- the parser -------------------------------------------------------------------------------
 
-_HEAD = re.compile(r"(?P<value>[a-z0-9]+)(?:\[(?P<table>\w+)\])?")
-_ATOM = re.compile(r"[a-z0-9]+")
-_BLOCK = re.compile(r"tensor|row|(?:[0-9]{1,19}|\*)(?:x(?:[0-9]{1,19}|\*))*")
-_STORE = re.compile(r"@(\w+)$")
-
 
 def parse(text: str) -> QuantScheme:
     """The scheme of a text form. Raises UnknownScheme with the place, or the nearest name."""
-    if not isinstance(text, str):
-        raise UnknownScheme(
-            got=text, reason=f"its type is {type(text).__name__}, not str", fix=_SEE
-        )
-    reader = _Reader(text)
-    made = reader.scheme()
-    if reader.rest:
-        reader.fail("the end")
-    return made
+    return _built(read(text))
 
 
-class _Reader:
-    """A cursor over a text form: each method reads one rule of the grammar."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.at, self.depth = text, 0, 0
-
-    @property
-    def rest(self) -> str:
-        return self.text[self.at :]
-
-    def fail(self, wanted: str) -> Any:
-        names = [*PRESETS, *QuantValue]
-        near = get_close_matches(self.text, names, n=1, cutoff=0.5)
-        fix = f"Did you mean {near[0]!r}? {_SEE}" if near else _SEE
-        reason = f"at position {self.at} it needs {wanted}, got {self.rest[:12]!r}"
-        raise UnknownScheme(got=self.text, reason=reason, fix=fix)
-
-    def take(self, literal: str) -> bool:
-        found = self.rest.startswith(literal)
-        self.at += len(literal) if found else 0
-        return found
-
-    def match(self, pattern: re.Pattern[str], wanted: str) -> re.Match[str]:
-        found = pattern.match(self.text, self.at)
-        if found is None:
-            self.fail(wanted)
-        self.at = found.end()  # type: ignore[union-attr]  # fail always raises
-        return found  # type: ignore[return-value]
-
-    def scheme(self) -> QuantScheme:
-        start = self.at
-        head = self.match(_HEAD, "a value type")
-        if not is_known(QuantValue, head["value"]):
-            self.at = start
-            self.fail(f"a value type ({', '.join(QuantValue)})")
-        given: dict[str, Any] = {"value": head[0]}
-        if self.take("/"):
-            given["block"] = _block_of(self.match(_BLOCK, "a block such as 32, 128x128, row")[0])
-            given["scale"] = self.dtype() if self.take(":") else self.fail("':' and a scale type")
-            if self.take("/tensor:"):
-                given["tensor_scale"] = self.dtype()
-        if self.take("+bias:"):
-            given["offset"] = (OffsetKind.BIAS, self.dtype())
-        elif self.take("-zero:"):
-            given["offset"] = (OffsetKind.ZERO_POINT, self.dtype())
-        if self.take("@"):
-            given["store"] = self.match(re.compile(r"\w+"), "a store")[0]
-        return QuantScheme(**given)
-
-    def dtype(self) -> str | QuantScheme:
-        if not self.take("("):
-            return self.match(_ATOM, "a type, or a scheme in parentheses")[0]
-        self.depth += 1
-        if self.depth >= _DEEPEST:
-            self.fail(f"at most {_DEEPEST} schemes in one another")
-        inner = self.scheme()
-        if not self.take(")"):
-            self.fail("')'")
-        self.depth -= 1
-        return inner
+def _built(fields: dict[str, Any]) -> QuantScheme:
+    """The scheme of what a text says, inner schemes first."""
+    given = dict(fields)
+    if isinstance(given.get("scale"), dict):
+        given["scale"] = _built(given["scale"])
+    if "offset" in given and isinstance(given["offset"][1], dict):
+        given["offset"] = (given["offset"][0], _built(given["offset"][1]))
+    return QuantScheme(**given)
 
 
 # -- one field at a time ----------------------------------------------------------------------
-
-
-def _member(enum: type[_E], name: Any, what: str) -> _E:
-    if is_known(enum, name):
-        return enum(name)
-    near = get_close_matches(str(name), list(enum), n=1, cutoff=0.0)
-    raise UnknownName(what=what, got=name, known=", ".join(enum), nearest=str(near[0]))
-
-
-def _value_and_table(value: QuantValue | str) -> tuple[QuantValue, str | None]:
-    head = _HEAD.fullmatch(value) if isinstance(value, str) else None
-    name, table = (head["value"], head["table"]) if head else (value, None)
-    if table is not None and table != CUSTOM and table not in NAMED:
-        known = [*NAMED, CUSTOM]
-        near = get_close_matches(table, known, n=1, cutoff=0.0)
-        raise UnknownName(what="table", got=table, known=", ".join(known), nearest=near[0])
-    return _member(QuantValue, name, "value type"), table
-
-
-def _block(block: Any) -> tuple[int, ...] | None:
-    if block is None:
-        return None
-    several = isinstance(block, Sequence) and not isinstance(block, str | bytes)
-    given = tuple(block) if several else (block,)
-    for extent in given:
-        whole = isinstance(extent, Integral) and not isinstance(extent, bool)
-        if not whole or not (extent == -1 or 1 <= extent <= _LONGEST_EXTENT):
-            raise InvalidBlock(block=block, extent=extent)
-    extents = tuple(int(extent) for extent in given)
-    while len(extents) > 1 and extents[0] == 1:
-        extents = extents[1:]
-    if not extents:
-        raise InvalidBlock(block=block, extent="nothing")
-    return extents
-
-
-def _block_text(block: tuple[int, ...] | None) -> str:
-    if block is None:
-        return "tensor"
-    return "row" if block == (-1,) else "x".join("*" if b == -1 else str(b) for b in block)
-
-
-def _block_of(text: str) -> tuple[int, ...] | None:
-    if text == "tensor":
-        return None
-    return (-1,) if text == "row" else tuple(-1 if e == "*" else int(e) for e in text.split("x"))
 
 
 def _scale(scale: Any) -> ScaleDtype | QuantScheme:
@@ -486,7 +468,7 @@ def _scale(scale: Any) -> ScaleDtype | QuantScheme:
         return scale
     if isinstance(scale, str) and not is_known(ScaleDtype, scale) and "/" in scale:
         return parse(scale)
-    return _member(ScaleDtype, scale, "scale type")
+    return member(ScaleDtype, scale, "scale type")
 
 
 def _offset(offset: Any) -> Offset | None:
@@ -496,7 +478,7 @@ def _offset(offset: Any) -> Offset | None:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         wanted = "a kind and a type, such as 'bias:f16' or 'zero_point:u4'"
         raise InvalidArgument(name="offset", wanted=wanted, got=offset)
-    kind, dtype = _member(OffsetKind, pair[0], "kind of offset"), pair[1]
+    kind, dtype = member(OffsetKind, pair[0], "kind of offset"), pair[1]
     if isinstance(dtype, QuantScheme):
         return Offset(kind, dtype)
     if isinstance(dtype, str) and "/" in dtype:
@@ -524,11 +506,18 @@ def _dtype_json(dtype: StrEnum | QuantScheme) -> str | dict[str, Any]:
 
 def _check(s: QuantScheme) -> None:
     """Refuse combinations that have no meaning, with the nearest that has one."""
-    if _depth(s) > _DEEPEST:
-        reason = f"at most {_DEEPEST} schemes lie in one another"
+    if _depth(s) > DEEPEST:
+        reason = f"at most {DEEPEST} schemes lie in one another"
         _refuse(reason, s, scale=ScaleDtype.F16, offset=None)
+    inner = (s.scale, None if s.offset is None else s.offset.dtype)
+    if any(isinstance(i, QuantScheme) and i.view is not None for i in inner):
+        reason = "scales and offsets lie on the grid, which has no view of its own"
+        _refuse(reason, s, scale=ScaleDtype.F16, offset=None)
+    if s.grouped:
+        _check_grouped(s)
     _check_value(s)
     _check_offset(s)
+    _check_role(s)
     if s.tensor_scale is not None:
         _check_tensor_scale(s)
 
@@ -544,8 +533,8 @@ def _check_value(s: QuantScheme) -> None:
         if s.value.is_float:
             unsigned = f"u{s.bits}[{s.table}]"
             _refuse("a lookup code is an index, so a minifloat has no meaning", s, value=unsigned)
-        if s.offset is not None:
-            _refuse("a table already has its own zero, so it takes no offset", s, offset=None)
+        if s.offset is not None and s.offset.kind is OffsetKind.ZERO_POINT:
+            _refuse("a table already has its own zero, so it takes no zero point", s, offset=None)
         if s.table is not None and s.table != CUSTOM and table_bits(s.table) != s.bits:
             right = f"u{table_bits(s.table)}[{s.table}]"
             reason = f"table {s.table} has {2 ** table_bits(s.table)} entries, not {2**s.bits}"
@@ -571,6 +560,24 @@ def _check_offset(s: QuantScheme) -> None:
         _refuse("a quantized zero point would shift every code", s, offset=f"{kind}:u{s.bits}")
 
 
+def _check_grouped(s: QuantScheme) -> None:
+    inner = (s.scale, None if s.offset is None else s.offset.dtype)
+    if any(isinstance(i, QuantScheme) for i in inner):
+        reason = "the groups of a map have plain scales and offsets"
+        _refuse(reason, s, grouped=False)
+    if s.block is None or s.view is not None:
+        _refuse("a map gives the group along the tensor's own last axis", s, grouped=False)
+
+
+def _check_role(s: QuantScheme) -> None:
+    outer = s.scale if s.tensor_scale is None else s.tensor_scale
+    if s.role is not ScaleRole.MULTIPLIER and outer not in _FLOAT_OFFSETS:
+        _refuse(f"a {s.role} is a float, not {outer}", s, role=ScaleRole.MULTIPLIER)
+    if s.role is ScaleRole.ABSMAX and s.mode is not QuantMode.SYMMETRIC:
+        reason = "an offset or a table leaves no largest number to divide a maximum by"
+        _refuse(reason, s, role=ScaleRole.MULTIPLIER)
+
+
 def _check_tensor_scale(s: QuantScheme) -> None:
     if s.block is None:
         reason = "a tensor scale under a per-tensor scale is the same number twice"
@@ -586,13 +593,7 @@ def _check_tensor_scale(s: QuantScheme) -> None:
 
 
 def _refuse(reason: str, s: QuantScheme, **nearest: Any) -> None:
-    given = {
-        "value": f"{s.value}[{s.table}]" if s.table else s.value,
-        "mode": s.mode if s.mode is not QuantMode.AFFINE else "symmetric",
-        "block": s.block,
-        "scale": s.scale,
-        "tensor_scale": s.tensor_scale,
-        "offset": s.offset,
-        "store": s.store,
-    }
+    given = _arguments(s)
+    if s.mode is QuantMode.AFFINE:  # an offset implies it
+        given["mode"] = QuantMode.SYMMETRIC
     raise InvalidScheme(scheme=str(s), reason=reason, nearest=str(QuantScheme(**(given | nearest))))

@@ -19,6 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from polyquant.arithmetic import as_role
+from polyquant.arithmetic import divide as divide
+from polyquant.arithmetic import flush as flush
+from polyquant.arithmetic import multiplier as multiplier
+from polyquant.arithmetic import reach as reach
 from polyquant.arrays import Array, backend_of, constant, dtype, known, namespace, place
 from polyquant.blocks import Rows, blocks_of, merge, row_runs, split, spread
 from polyquant.codec import pack, unpack
@@ -30,6 +35,7 @@ from polyquant.values import (
     QuantMode,
     QuantValue,
     ScaleDtype,
+    ScaleRole,
     decode_table,
     scale_grid,
     scale_thresholds,
@@ -88,21 +94,6 @@ def finite_f32(x: Array, *, nonfinite: str, for_range: bool) -> Array:
     return flush(x)
 
 
-def flush(x: Array) -> Array:
-    """Numbers below the smallest normal float32 as a zero of their sign.
-
-    The select also keeps a product from being contracted into a later sum. (A product with a 0/1
-    mask would not do: XLA makes that a select with +0 and loses the sign.)
-    """
-    xp = namespace(x)
-    return xp.where(xp.abs(x) >= TINY, x, x * 0.0)
-
-
-def divide(a: Array, b: Array | float) -> Array:
-    """``a / b`` as a true division under every compiler: the divisor is made elementwise."""
-    return a / (a * 0.0 + b)
-
-
 # -- scales -----------------------------------------------------------------------------------
 
 
@@ -113,17 +104,32 @@ class Params(NamedTuple):
     tensor_scale: Array | None
     offsets: Array | None
     table: Array | None
+    groups: Array | None = None
+
+
+def params_in(q: QTensor) -> Params:
+    """The stored parameters of a tensor."""
+    return Params(q.scales, q.tensor_scale, q.offsets, q.table, q.groups)
 
 
 class Divisor(NamedTuple):
     """What decoded codes are multiplied by: ``value * half`` per block, float32 on the grid.
 
     ``half`` is None except for UE8M0, whose 2^-127 is not a normal float32: there ``value`` is
-    2^-126 and ``half`` 0.5.
+    2^-126 and ``half`` 0.5. ``after`` is a constant that the product is multiplied by in turn, of
+    scales that are a maximum. ``groups`` says which column of the grid an element takes.
     """
 
     value: Array
     half: Array | None
+    after: float | None = None
+    groups: Array | None = None
+
+    @property
+    def whole(self) -> Array:
+        """The three as one number a block."""
+        number = self.value if self.half is None else self.value * self.half
+        return number if self.after is None else flush(number * self.after)
 
 
 def round_up(x: Array, kind: ScaleDtype) -> Array:
@@ -156,8 +162,12 @@ def store_scales(ideal: Array, scheme: QuantScheme) -> tuple[Array, Array | None
     if scheme.tensor_scale is not None:
         top = xp.max(ideal) if math.prod(ideal.shape) else xp.sum(ideal)
         tensor_scale = xp.clip(divide(top, scheme.scale.max), TINY, _F32_MAX)
-        ideal = divide(ideal, tensor_scale)
-    return as_stored(ideal, scheme.scale), tensor_scale
+        tensor_scale = as_role(tensor_scale, scheme)
+        ideal = divide(ideal, multiplier(tensor_scale, scheme))
+        return as_stored(ideal, scheme.scale), tensor_scale
+    if scheme.role is ScaleRole.DIVISOR:
+        return nearest(as_role(ideal, scheme), scheme.scale), None
+    return as_stored(as_role(ideal, scheme), scheme.scale), None
 
 
 def as_stored(ideal: Array, kind: ScaleDtype) -> Array:
@@ -171,6 +181,11 @@ def as_stored(ideal: Array, kind: ScaleDtype) -> Array:
 
 
 def divisor(scheme: QuantScheme, params: Params) -> Divisor:
+    """What decoded codes are multiplied by, from what is stored."""
+    return _divisor(scheme, params)._replace(groups=params.groups)
+
+
+def _divisor(scheme: QuantScheme, params: Params) -> Divisor:
     """The effective divisor of every block from the stored scales."""
     scales = params.scales
     if isinstance(scales, QTensor):
@@ -188,7 +203,14 @@ def divisor(scheme: QuantScheme, params: Params) -> Divisor:
     else:
         value = flush(xp.astype(scales, xp.float32))
     if params.tensor_scale is not None:
-        value = flush(value * params.tensor_scale)
+        if scheme.role is ScaleRole.DIVISOR:  # one rounding, not that of a reciprocal too
+            value = flush(divide(value, params.tensor_scale))
+        else:
+            value = flush(value * multiplier(params.tensor_scale, scheme))
+    elif scheme.role is ScaleRole.DIVISOR:
+        value = flush(divide(xp.ones_like(value), value))
+    elif scheme.role is ScaleRole.ABSMAX:
+        return Divisor(value, None, float(np.float32(1) / np.float32(reach(scheme))))
     return Divisor(value, None)
 
 
@@ -198,13 +220,25 @@ def ideal_scale(scheme: QuantScheme, low: Array, high: Array, table: Array | Non
     if scheme.mode is QuantMode.AFFINE:
         width = xp.clip(high - low, 0.0, _F32_MAX)  # the ends can be further apart than float32 is
         return flush(divide(width, float(2**scheme.bits - 1)))
+    if scheme.offset is not None:  # a bias under a table: its ends are the range's
+        width = xp.clip(high - low, 0.0, _F32_MAX)
+        return flush(divide(width, _span(table)))
     alpha = xp.maximum(xp.abs(low), xp.abs(high))
     if scheme.mode is QuantMode.LOOKUP:
         return flush(divide(alpha, xp.max(xp.abs(table))))
     return flush(divide(alpha, scheme.value.half_range))
 
 
-def store_offsets(scheme: QuantScheme, low: Array, scale: Divisor) -> Array | None:
+def _span(table: Array) -> Array:
+    """The largest minus the smallest entry; 1 where all are one."""
+    xp = namespace(table)
+    span = xp.max(table) - xp.min(table)
+    return xp.where(span > 0, span, xp.ones_like(span))
+
+
+def store_offsets(
+    scheme: QuantScheme, low: Array, scale: Divisor, table: Array | None
+) -> Array | None:
     """The stored offsets for blocks whose lowest value is ``low``: to nearest, saturated."""
     if scheme.offset is None:
         return None
@@ -212,6 +246,8 @@ def store_offsets(scheme: QuantScheme, low: Array, scale: Divisor) -> Array | No
     xp = namespace(low)
     if kind is OffsetKind.BIAS:
         number = low
+        if table is not None and scheme.mode is QuantMode.LOOKUP:
+            number = flush(low - flush(scale.value * xp.min(table)))
     else:
         empty = scale.value == 0
         number = divide(-low, xp.where(empty, xp.ones_like(scale.value), scale.value))
@@ -245,7 +281,7 @@ def params_of(scheme: QuantScheme, ideal: Array, low: Array | None, table: Array
     made = Params(scales, tensor_scale, None, table)
     if scheme.offset is None or low is None:
         return made
-    return made._replace(offsets=store_offsets(scheme, low, divisor(scheme, made)))
+    return made._replace(offsets=store_offsets(scheme, low, divisor(scheme, made), table))
 
 
 def minmax(x: Array, scheme: QuantScheme, table: Array | None, *, nonfinite: str) -> Params:
@@ -344,7 +380,7 @@ def encode(
     xp = namespace(x)
     zero = None
     if scheme.offset is not None and offsets is not None:
-        here = spread(xp, _grid_rows(xp, offsets, run), run.blocks)
+        here = spread(xp, _grid_rows(xp, offsets, run, scale.groups), run.blocks)
         if scheme.offset.kind is OffsetKind.BIAS:
             x = flush(x - here)
         else:
@@ -368,7 +404,9 @@ def encode(
 
 def _scaled(xp: Any, x: Array, scale: Divisor, run: Rows) -> Array:
     """``x / divisor`` as the contract has it: one reciprocal per block, one product per value."""
-    value = _grid_rows(xp, scale.value, run)
+    value = _grid_rows(xp, scale.value, run, scale.groups)
+    if scale.after is not None:
+        value = flush(value * scale.after)
     big = xp.abs(value) > _BIG
     before = None
     if known(xp.any(big)) is not False:
@@ -426,7 +464,7 @@ def dequantize(q: QTensor, kind: Any) -> Array:
 def decoded_runs(q: QTensor) -> Iterator[tuple[Rows, Array]]:
     """Run by run of rows, in stored order: where it lies, and its values (float32)."""
     xp, blocks = namespace(q.data), blocks_of(q.scheme, q.stored_shape)
-    scale = divisor(q.scheme, Params(q.scales, q.tensor_scale, q.offsets, q.table))
+    scale = divisor(q.scheme, params_in(q))
     offsets = None if q.offsets is None else offset_numbers(q.offsets)
     data = xp.reshape(q.data, (*blocks.shape[:-1], q.data.shape[-1]))
     length, value, store = blocks.shape[-1], q.scheme.value, q.scheme.store
@@ -452,13 +490,16 @@ def decode(
     """Values (float32) of split fields: the inverse of ``encode``."""
     xp = namespace(fields)
     values = _numbers(fields, scheme, table)
-    zero = None if offsets is None else spread(xp, _grid_rows(xp, offsets, run), run.blocks)
+    groups = scale.groups
+    zero = None if offsets is None else spread(xp, _grid_rows(xp, offsets, run, groups), run.blocks)
     is_bias = scheme.offset is not None and scheme.offset.kind is OffsetKind.BIAS
     if zero is not None and not is_bias:
         values = values - zero
     if scale.half is not None:
         values = values * spread(xp, _grid_rows(xp, scale.half, run), run.blocks)
-    values = flush(values * spread(xp, _grid_rows(xp, scale.value, run), run.blocks))
+    values = flush(values * spread(xp, _grid_rows(xp, scale.value, run, groups), run.blocks))
+    if scale.after is not None:
+        values = flush(values * scale.after)
     return flush(values + zero) if zero is not None and is_bias else values
 
 
@@ -508,10 +549,13 @@ def _traced(x: Array) -> bool:
     return backend_of(x).is_traced(x)
 
 
-def _grid_rows(xp: Any, values: Array, run: Rows) -> Array:
-    """The grid's rows that a run of the tensor's rows has."""
+def _grid_rows(xp: Any, values: Array, run: Rows, groups: Array | None = None) -> Array:
+    """The grid's rows that a run of the tensor's rows has; of its columns those of the groups."""
     shape = (*values.shape,) or (1,)
-    return xp.reshape(values, shape)[run.grid_rows, ...]
+    if groups is not None and len(shape) == 1:  # the rows are the elements
+        return xp.take(values, groups[run.rows], axis=0)
+    rows = xp.reshape(values, shape)[run.grid_rows, ...]
+    return rows if groups is None else xp.take(rows, groups, axis=-1)
 
 
 def _count_below(x: Array, edges: np.ndarray[Any, Any]) -> Array:

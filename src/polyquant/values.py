@@ -106,6 +106,25 @@ class QuantStore(StrEnum):
     NATIVE = "native"
 
 
+class OffsetKind(StrEnum):
+    """Where an offset acts: before the scale (subtracted) or after it (added)."""
+
+    ZERO_POINT = "zero_point"
+    BIAS = "bias"
+
+
+class ScaleRole(StrEnum):
+    """How the stored number of the outermost scale acts.
+
+    It multiplies; or it divides; or it is the largest magnitude, which is divided by the largest
+    number that codes (and block scales) reach.
+    """
+
+    MULTIPLIER = "multiplier"
+    DIVISOR = "divisor"
+    ABSMAX = "absmax"
+
+
 class ScaleDtype(StrEnum):
     """The type of a stored scale."""
 

@@ -15,7 +15,7 @@ def _always(problem: Problem) -> str | None:
 
 
 KERNELS = (
-    Kernel("definition.matmul", "matmul", _always, standard.matmul),
-    Kernel("definition.quantize", "quantize", _always, calibrate.quantize),
-    Kernel("definition.dequantize", "dequantize", _always, standard.dequantize),
+    Kernel("definition.matmul", "matmul", _always, standard.matmul, takes_extras=True),
+    Kernel("definition.quantize", "quantize", _always, calibrate.quantize, takes_extras=True),
+    Kernel("definition.dequantize", "dequantize", _always, standard.dequantize, takes_extras=True),
 )

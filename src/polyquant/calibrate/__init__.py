@@ -56,6 +56,10 @@ def check(calibration: str, scheme: QuantScheme) -> tuple[str, float | None]:
             what="calibration", got=calibration, known=", ".join(METHODS), nearest=near
         )
     argument = _argument(name, text) if colon else None
+    if scheme.grouped:
+        missing = "which element is in which group is in the tensor, and there is none yet"
+        fix = "Leave out grouped; such tensors come from files"
+        raise CalibrationRefused(calibration=name, scheme=str(scheme), reason=missing, fix=fix)
     reason = METHODS[name][1](scheme)
     if reason is not None:
         fix = "Use minmax" if METHODS["minmax"][1](scheme) is None else "Pass scales="

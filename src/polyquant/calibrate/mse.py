@@ -20,6 +20,7 @@ from polyquant.standard import (
     encode,
     ideal_scale,
     minmax,
+    multiplier,
     offset_numbers,
     params_of,
     store_offsets,
@@ -80,9 +81,9 @@ def _params(
     ideal = ideal_scale(scheme, low, high, table)
     if first.tensor_scale is None or isinstance(scheme.scale, QuantScheme):
         return params_of(scheme, ideal, low, table)
-    scales = as_stored(divide(ideal, first.tensor_scale), scheme.scale)
+    scales = as_stored(divide(ideal, multiplier(first.tensor_scale, scheme)), scheme.scale)
     made = Params(scales, first.tensor_scale, None, table)
-    return made._replace(offsets=store_offsets(scheme, low, divisor(scheme, made)))
+    return made._replace(offsets=store_offsets(scheme, low, divisor(scheme, made), table))
 
 
 def _squared_error(x: HostArray, scheme: QuantScheme, params: Params, nonfinite: str) -> F64:

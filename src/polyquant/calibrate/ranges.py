@@ -19,7 +19,7 @@ from polyquant.standard import (
     value_range,
     widen,
 )
-from polyquant.values import F32, QuantMode, ScaleDtype, scale_grid
+from polyquant.values import F32, ScaleDtype, ScaleRole, scale_grid
 
 #: The default of ``percentile``: one value in a thousand may be clipped.
 PERCENTILE = 99.9
@@ -81,7 +81,11 @@ def percentile(
 
 def signed_max_refuses(scheme: QuantScheme) -> str | None:
     """The scale takes the extreme value's sign, so it must be able to hold one."""
-    if scheme.mode is QuantMode.AFFINE or not (scheme.table or scheme.value.is_signed):
+    if scheme.role is not ScaleRole.MULTIPLIER:
+        return f"a {scheme.role} has no sign"
+    if scheme.offset is not None:
+        return "an offset moves the code that the extreme value should land on"
+    if not (scheme.table or scheme.value.is_signed):
         return "an unsigned code has no lowest negative number to put the extreme value on"
     if scheme.scale not in (ScaleDtype.F32, ScaleDtype.F16, ScaleDtype.BF16):
         return f"its {scheme.scale} scales have no sign"

@@ -16,6 +16,7 @@ import numpy as np
 from polyquant.arrays import HostArray
 from polyquant.codec import pack, unpack
 from polyquant.data import host_dtype, parts, stored_shape
+from polyquant.errors import InvalidTensor
 from polyquant.qtensor import QTensor, from_parts
 from polyquant.scheme import QuantScheme
 from polyquant.tables import named_table
@@ -41,14 +42,25 @@ def assemble(
             fields = numbers[f"{dotted}codes"]
             lines = math.prod(part.shape[:-1])
             length = fields.size // lines if lines else 0
+            _check_size(scheme, shape, part.name, fields, lines * length)
             fields = fields.reshape(*part.shape[:-1], length)
             made[part.name] = pack(np, fields, part.scheme.value, part.scheme.store)
         elif kind == "table" and part.name not in numbers:
             made[part.name] = named_table(str(part.scheme.table))
         else:
-            array = numbers[part.name].reshape(part.shape)
-            made[part.name] = np.ascontiguousarray(array, host_dtype(part.dtype))
+            array = numbers[part.name]
+            _check_size(scheme, shape, part.name, array, math.prod(part.shape))
+            stored = np.ascontiguousarray(array, host_dtype(part.dtype))
+            made[part.name] = stored.reshape(part.shape)  # which a 0-d array has lost
     return from_parts(made, scheme, shape, axes=order, device="numpy")
+
+
+def _check_size(
+    scheme: QuantScheme, shape: Sequence[int], name: str, array: HostArray, wanted: int
+) -> None:
+    if array.size != wanted:
+        facts = {"part": name, "scheme": str(scheme), "shape": tuple(shape)}
+        raise InvalidTensor(**facts, wanted=f"{wanted} numbers", got=array.size)
 
 
 def numbers_of(q: QTensor) -> dict[str, HostArray]:
@@ -58,10 +70,10 @@ def numbers_of(q: QTensor) -> dict[str, HostArray]:
 
 def _walk(q: QTensor, prefix: str) -> Iterator[tuple[str, HostArray]]:
     stored = q.stored_shape
-    length = stored[-1] if stored else 1
+    length = (q.scheme.laid(stored) or (1,))[-1]
     fields = unpack(np, q.data, length, q.scheme.value, q.scheme.store)
     yield f"{prefix}codes", fields.reshape(stored)
-    for name in ("scales", "tensor_scale", "offsets", "table"):
+    for name in ("scales", "tensor_scale", "offsets", "table", "groups"):
         part = getattr(q, name)
         if isinstance(part, QTensor):
             yield from _walk(part, f"{prefix}{name}.")

@@ -24,7 +24,7 @@ from polyquant.scheme import Offset, OffsetKind, QuantScheme
 from polyquant.scheme import scheme as as_scheme
 from polyquant.torch import transforms
 from polyquant.torch.operands import operand_of, tensor_of
-from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
+from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype, ScaleRole
 
 _OPS = ("matmul", "linear", "embedding")
 _KNOWN = f"{', '.join(_OPS)}, q.dequantize(), pq.quantize, QLinear and QEmbedding"
@@ -67,7 +67,7 @@ def _value_of(kind: str, plain: Any) -> Any:
 _MEMBERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         kind.__name__: MappingProxyType({str(member): member for member in kind})
-        for kind in (QuantValue, QuantMode, QuantStore, ScaleDtype, OffsetKind)
+        for kind in (QuantValue, QuantMode, QuantStore, ScaleDtype, ScaleRole, OffsetKind)
     }
 )
 

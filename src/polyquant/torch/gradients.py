@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from polyquant import standard
@@ -12,8 +13,8 @@ from polyquant.arrays import namespace
 from polyquant.blocks import Blocks, Rows, blocks_of, merge, split, spread
 from polyquant.codec import unpack
 from polyquant.qtensor import QTensor
-from polyquant.scheme import OffsetKind
 from polyquant.standard import Divisor, Params
+from polyquant.values import OffsetKind, ScaleRole
 
 
 def part_gradients(q: QTensor, grad: Tensor, wanted: Sequence[int]) -> list[Tensor]:
@@ -53,11 +54,14 @@ def _gradients(
     if is_wanted("scales") or is_wanted("tensor_scale"):
         of_divisor = _block_sums(g * here.numbers, q)
         if q.tensor_scale is None:
-            yield from of_grid("scales", q.scales, of_divisor)
+            yield from of_grid("scales", q.scales, of_divisor * _slope(q, q.scales))
         else:
-            levels = standard.divisor(q.scheme, Params(q.scales, None, None, None)).value
-            yield from of_grid("scales", q.scales, of_divisor * q.tensor_scale)
-            yield f"{prefix}tensor_scale", (of_divisor * levels).sum()
+            plain = q.scheme.with_role("multiplier")
+            levels = standard.divisor(plain, Params(q.scales, None, None, None)).value
+            factor = standard.multiplier(q.tensor_scale, q.scheme)
+            yield from of_grid("scales", q.scales, of_divisor * factor)
+            slope = _slope(q, q.tensor_scale)
+            yield f"{prefix}tensor_scale", (of_divisor * levels * slope).sum()
     if q.scheme.offset is not None and is_wanted("offsets"):
         is_bias = q.scheme.offset.kind is OffsetKind.BIAS
         yield from of_grid(
@@ -65,6 +69,16 @@ def _gradients(
         )
     if q.table is not None and is_wanted("table"):
         yield f"{prefix}table", _of_table(here, g, q)
+
+
+def _slope(q: QTensor, stored: Any) -> Any:
+    """The derivative of the outermost scale's multiplier by the stored number."""
+    if q.scheme.role is ScaleRole.MULTIPLIER:
+        return 1.0
+    if q.scheme.role is ScaleRole.ABSMAX:
+        return 1.0 / standard.reach(q.scheme)
+    wide = stored.to(torch.float32)
+    return -1.0 / (wide * wide)
 
 
 class StraightThrough(NamedTuple):
@@ -142,9 +156,10 @@ def _decoded(q: QTensor) -> _Decoded:
     data = q.data.reshape(*blocks.shape[:-1], q.data.shape[-1])
     codes = unpack(xp, data, blocks.shape[-1], q.scheme.value, q.scheme.store)
     codes = split(xp, codes, blocks)
-    scale = standard.divisor(q.scheme, Params(q.scales, q.tensor_scale, q.offsets, q.table))
-    whole = scale.value if scale.half is None else scale.value * scale.half
-    offsets = None if q.offsets is None else standard.offset_numbers(q.offsets)
+    whole = _of_elements(standard.divisor(q.scheme, standard.params_in(q)).whole, q)
+    offsets = None
+    if q.offsets is not None:
+        offsets = _of_elements(standard.offset_numbers(q.offsets), q)
     is_bias = q.scheme.offset is not None and q.scheme.offset.kind is OffsetKind.BIAS
     # Decoded without a scale and without a bias, which are taken from the tensor one by one.
     plain = q.scheme.with_offset(None) if is_bias else q.scheme
@@ -165,10 +180,18 @@ def _ends(q: QTensor, zero: Tensor | None) -> tuple[Any, Any]:
     return (low, high) if zero is None else (low - zero, high - zero)
 
 
+def _of_elements(grid: Tensor, q: QTensor) -> Tensor:
+    """Numbers on the grid; of a grouped tensor, for every element of the last axis."""
+    return grid if q.groups is None else grid.index_select(-1, q.groups)
+
+
 def _block_sums(values: Tensor, q: QTensor) -> Tensor:
     """Sums of split values over their blocks, on the scale grid."""
     sums = values.sum(tuple(range(1, values.ndim, 2)))
-    return sums.reshape(q.scheme.scale_shape(q.stored_shape))
+    grid = q.scheme.scale_shape(q.stored_shape)
+    if q.groups is None:
+        return sums.reshape(grid)
+    return sums.new_zeros(grid).index_add(-1, q.groups, sums.reshape(*grid[:-1], -1))
 
 
 def _inverse(axes: Sequence[int]) -> list[int]:

@@ -21,7 +21,7 @@ from polyquant.torch.operands import Operand, bytes_of, tensor_of
 
 #: Version of the description that a state dict holds. A change of what a field means raises it.
 VERSION = 1
-_PARTS = ("data", "scales", "tensor_scale", "offsets", "table")
+_PARTS = ("data", "scales", "tensor_scale", "offsets", "table", "groups")
 
 
 class QParameter(nn.Module):

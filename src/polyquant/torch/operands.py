@@ -91,7 +91,7 @@ def operand_of(x: Tensor | QTensor) -> Operand:
 def parts_of(q: QTensor) -> list[Tensor]:
     """The stored arrays of ``q`` in the order of its bytes."""
     found = []
-    for part in (q.data, q.scales, q.tensor_scale, q.offsets, q.table):
+    for part in (q.data, q.scales, q.tensor_scale, q.offsets, q.table, q.groups):
         if isinstance(part, QTensor):
             found += parts_of(part)
         elif part is not None:
@@ -128,7 +128,10 @@ def _assemble(
     offsets = None if scheme.offset is None else numbers(scheme.offset.dtype)
     is_lookup = scheme.mode is QuantMode.LOOKUP
     table = typed(next(parts), "float32", (2**scheme.bits,)) if is_lookup else None
-    return from_fields(scheme, shape, data, scales, tensor_scale, offsets, table, axes, device)
+    groups = typed(next(parts), "int32", (-1,)) if scheme.grouped else None
+    return from_fields(
+        *(scheme, shape, data, scales, tensor_scale, offsets, table, axes, device, groups)
+    )
 
 
 def typed(part: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:

@@ -50,7 +50,7 @@ def multiply_and_add(x: Any, weight: Any, bias: Tensor | None, activations: Any)
 
 
 KERNELS = (
-    Kernel("torch.transforms.matmul", "matmul", _why_not, multiply),
-    Kernel("torch.transforms.linear", "linear", _why_not, multiply_and_add),
-    Kernel("torch.transforms.dequantize", "dequantize", _why_not, decode),
+    Kernel("torch.transforms.matmul", "matmul", _why_not, multiply, takes_extras=True),
+    Kernel("torch.transforms.linear", "linear", _why_not, multiply_and_add, takes_extras=True),
+    Kernel("torch.transforms.dequantize", "dequantize", _why_not, decode, takes_extras=True),
 )

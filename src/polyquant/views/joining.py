@@ -28,6 +28,8 @@ from polyquant.views.moving import (
     permuted,
     remade,
     stored_like,
+    ungrouped,
+    unviewed,
 )
 from polyquant.views.shape import unsqueeze
 
@@ -93,7 +95,7 @@ def _checked(op: str, tensors: Any) -> list[QTensor]:
                 right=f"on {part.device}",
                 fix=f"call tensors[{number}].to({first.device!r})",
             )
-    return parts
+    return [ungrouped(unviewed(part)) for part in parts]
 
 
 def _joined(parts: Sequence[QTensor], at: int) -> QTensor:

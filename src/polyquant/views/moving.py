@@ -27,6 +27,7 @@ def along(q: QTensor, axis: int, move: Move) -> QTensor:
     """Apply a move to the logical axes from ``axis`` on; the others stay where they are."""
     if changes_nothing(move):
         return q
+    q = unviewed(q)
     count = len(move.inner)
     at = q.axes[axis] if axis < q.ndim else max(q.ndim - 1, 0)  # a new axis is never the packed one
     if q.axes[axis : axis + count] != tuple(range(at, at + count)):
@@ -42,6 +43,7 @@ def in_order(q: QTensor) -> QTensor:
     """The same tensor with its codes stored in logical order: moves the codes if they are not."""
     if q.axes == tuple(range(q.ndim)):
         return q
+    q = ungrouped(unviewed(q))
     xp, axes, last = namespace(q.data), q.axes, q.ndim - 1
     if axes[last] == last:
         data = xp.permute_dims(q.data, axes)
@@ -56,6 +58,33 @@ def in_order(q: QTensor) -> QTensor:
     tokens = block_tokens(q.scheme, q.ndim)
     block = None if tokens is None else tuple(tokens[axis] for axis in axes)
     return remade(q, q.shape, data, block, turned(q.scales), turned(q.offsets))
+
+
+def unviewed(q: QTensor) -> QTensor:
+    """The same numbers and order of axes under blocks of the tensor itself, not of a view."""
+    if q.scheme.view is None:
+        return q
+    stored, laid = q.stored_shape, q.scheme.laid(q.stored_shape)
+    parts = (q.data, q.scales, q.tensor_scale, q.offsets, q.table)
+    order = tuple(range(len(laid)))
+    inner = from_fields(_without_view(q.scheme), laid, *parts, order, q.device)
+    return _relabelled(_moved(inner, 0, Flat(laid, stored)), q.axes)
+
+
+def ungrouped(q: QTensor) -> QTensor:
+    """The same numbers and order of axes with a scale for each element along the last axis."""
+    if q.groups is None:
+        return q
+    xp, block = namespace(q.data), block_tokens(q.scheme, q.ndim)
+    grids = [None if g is None else xp.take(g, q.groups, axis=-1) for g in (q.scales, q.offsets)]
+    s = q.scheme
+    scheme = _scheme_of(s, (*(block or ())[:-1], 1), s.scale, s.offset)
+    parts = (q.data, grids[0], q.tensor_scale, grids[1], q.table)
+    return from_fields(scheme, q.shape, *parts, q.axes, q.device)
+
+
+def _without_view(s: QuantScheme) -> QuantScheme:
+    return _scheme_of(s, s.block, s.scale, s.offset)
 
 
 def stored_like(q: QTensor, axes: Shape) -> QTensor:
@@ -85,14 +114,15 @@ def remade(
     """``q`` with other codes, blocks, scales and offsets, in stored order."""
     scheme = _scheme_with(q.scheme, block, scales, offsets)
     order = tuple(range(len(shape)))
-    return from_fields(
-        scheme, shape, data, scales, q.tensor_scale, offsets, q.table, order, q.device
-    )
+    parts = (data, scales, q.tensor_scale, offsets, q.table)
+    return from_fields(scheme, shape, *parts, order, q.device, q.groups)
 
 
 def _moved(q: QTensor, at: int, move: Move) -> QTensor:
     """Apply a move to the stored axes from ``at`` on; the result is in stored order."""
     shape, end = q.stored_shape, at + len(move.inner)
+    if end == len(shape):
+        q = ungrouped(q)
     made = (*shape[:at], *move.outer, *shape[end:])
     tokens = block_tokens(q.scheme, len(shape))
     block: Shape | None = None
@@ -130,11 +160,14 @@ def _relabelled(q: QTensor, axes: Shape) -> QTensor:
     """``q`` with another order of its stored axes: logical axis ``i`` is stored ``axes[i]``."""
     stored = q.stored_shape
     parts = (q.data, q.scales, q.tensor_scale, q.offsets, q.table)
-    return from_fields(q.scheme, tuple(stored[a] for a in axes), *parts, axes, q.device)
+    shape = tuple(stored[a] for a in axes)
+    return from_fields(q.scheme, shape, *parts, axes, q.device, q.groups)
 
 
 def _scheme_with(s: QuantScheme, block: Shape | None, scales: Any, offsets: Any) -> QuantScheme:
     """The scheme with another block, and with the schemes that quantized scales have now."""
+    if s.grouped:  # moved along other axes than the map's
+        return s._with(block=block)
     scale = scales.scheme if isinstance(scales, QTensor) else s.scale
     offset = s.offset
     if offset is not None and isinstance(offsets, QTensor):
@@ -154,4 +187,5 @@ def _scheme_of(
         tensor_scale=s.tensor_scale,
         offset=offset,
         store=s.store,
+        role=s.role,
     )

@@ -94,14 +94,15 @@ BACKEND = Backend(
 
 
 def _flatten(q: QTensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    arrays = (q.data, q.scales, q.tensor_scale, q.offsets, q.table)
+    arrays = (q.data, q.scales, q.tensor_scale, q.offsets, q.table, q.groups)
     return arrays, (q.scheme, q.shape, q.axes, q.device)
 
 
 def _unflatten(static: tuple[Any, ...], arrays: tuple[Any, ...]) -> QTensor:
     """JAX also passes placeholders instead of arrays, so nothing is validated here."""
     scheme, shape, axes, device = static
-    return from_fields(scheme, shape, *arrays, axes, device)
+    *parts, groups = arrays
+    return from_fields(scheme, shape, *parts, axes, device, groups)
 
 
 # A QTensor passes through jit, scan and tree functions; JAX wants to be told once.
