@@ -48,6 +48,21 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+#: Instruction sets that kernels of quantized products choose by.
+_SETS = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16")
+
+
+def cpu_flags() -> str:
+    """Those of the processor's instruction sets that matter here: from /proc/cpuinfo."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.machine()
+    lines = info.read_text(encoding="utf-8").splitlines()
+    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    found = flags.partition(":")[2].split()
+    return " ".join(name for name in (*_SETS, "asimddp", "i8mm") if name in found)
+
+
 def versions() -> dict[str, str]:
     """The installed versions of the packages that the figures depend on."""
     found = {}

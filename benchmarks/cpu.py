@@ -1,0 +1,394 @@
+"""The CPU kernels beside NumPy, torch, bitsandbytes, MLX and ggml: time, GB/s, bars.
+
+For every scheme: products with float activations and a weight stored (out, in), as in x @ q.mT, or
+(in, out), as in x @ q; products with activations quantized to 8 bits; quantize, dequantize, lookup.
+How it is measured is in cpu_measure.py, and what is measured against (and how that is installed) in
+rivals.py and rival_ggml.py; a rival that is missing is named. Each number of threads is a process
+of its own. GB/s count the stored weight, and are set against what the same process read of memory.
+
+    python benchmarks/cpu.py                 # everything: about half an hour a number of threads
+    python benchmarks/cpu.py --quick         # one shape, M = 1 and 16
+    python benchmarks/cpu.py --only q4s-32 --threads 1 --target avx2
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from machine import cpu_flags, describe, versions
+
+import polyquant as pq
+
+SHAPES = ((4096, 4096), (11008, 4096))
+ROWS = (1, 4, 16, 128, 512)
+THREADS = (1, 2)
+ROUNDS = 7
+PACKAGES = ("bitsandbytes", "mlx", "libggml-python", "ik-llama-cpp-python")
+
+#: ggml's k-quants as schemes.
+_K_QUANTS = MappingProxyType(
+    {
+        "Q2_K": "u2/16:(u4/16:f16)+bias:(u4/16:f16)",
+        "Q3_K": "q3f/16:(q6f/16:f16)",
+        "Q4_K": "u4/32:(u6/8:f16)+bias:(u6/8:f16)",
+        "Q5_K": "u5/32:(u6/8:f16)+bias:(u6/8:f16)",
+        "Q6_K": "q6f/16:(q8f/16:f16)",
+    }
+)
+#: Besides the presets: zero points, biases, odd widths, and k-quants.
+MORE = (
+    "u4/32:f16-zero:u4",
+    "u4/32:f16+bias:f16",
+    "q3s/32:f16",
+    "q5s/32:f16",
+    "q6s/32:f16",
+    *_K_QUANTS.values(),
+)
+_EIGHT = "q8s/32:f32"
+#: Scheme of a weight -> that of the activations of products of two quantized operands.
+ACTIVATIONS = MappingProxyType(
+    {name: _EIGHT for name in ("q8s-32", "q4s-32", "q2s-32", "nf4", "iq4_nl", "mxfp4")}
+    | {"int8": "q8s/row:f32"}
+)
+
+
+def _kinds(*names: str) -> tuple[str, ...]:
+    """The types of ggml and of its fork, as they are stored and repacked."""
+    forms = ("", " repacked")
+    return tuple(
+        f"{lib} {kind}{form}" for kind in names for lib in ("ggml", "ik") for form in forms
+    )
+
+
+_PLAIN = ("numpy f32", "torch f32")
+#: Scheme -> what it is measured beside, besides the float32 products of NumPy and torch.
+RIVALS_OF = MappingProxyType(
+    {
+        "q4s-32": ("torch int4pack", "mlx 4 bit", *_kinds("Q4_0")),
+        "nf4": ("bitsandbytes nf4", *_kinds("IQ4_NL")),
+        "iq4_nl": _kinds("IQ4_NL"),
+        "mxfp4": _kinds("MXFP4"),
+        "nvfp4": ("ggml NVFP4",),
+        "q8s-32": ("torch int8pack", "torch dynamic int8", "mlx 8 bit", *_kinds("Q8_0")),
+        "int8": ("torch int8pack", "torch dynamic int8"),
+        "q2s-32": ("mlx 2 bit",),
+        "q3s/32:f16": ("mlx 3 bit",),
+        "q5s/32:f16": ("mlx 5 bit",),
+        "q6s/32:f16": ("mlx 6 bit",),
+    }
+    | {scheme: _kinds(kind) for kind, scheme in _K_QUANTS.items()}
+)
+
+
+# -- bars -------------------------------------------------------------------------------------
+
+
+class Bar(NamedTuple):
+    """What a product may take at most, over the best of some rivals, by the rows of x."""
+
+    rivals: tuple[str, ...]
+    limits: tuple[float, ...]
+
+
+_EXACT = MappingProxyType(
+    {
+        "4 bits": Bar(_PLAIN[:1], (0.42, 0.40, 0.75, 0.95, 1.0)),
+        "8 bits": Bar(_PLAIN[:1], (0.50, 0.45, 0.75, 0.95, 1.0)),
+        "other": Bar(_PLAIN[:1], (0.55, 0.55, 0.90, 1.0, 1.05)),
+    }
+)
+_LOOKUP = Bar(_kinds("IQ4_NL"), (0.85, 1.0, 1.0, 1.0, 1.0))
+_INTEGER = MappingProxyType(
+    {
+        "q4s-32": Bar(_kinds("Q4_0"), (0.85, 1.0, 1.0, 1.0, 1.0)),
+        "nf4": _LOOKUP,
+        "iq4_nl": _LOOKUP,
+        "q8s-32": Bar(_kinds("Q8_0"), (0.9,) * len(ROWS)),
+    }
+)
+#: GB/s of float32 with one thread, at least.
+_RATES = MappingProxyType(
+    {"q4s-32": 5.0, "q4s-row": 5.0, "q8s-32": 5.0, "q8s-row": 5.0, "mxfp4": 5.0, "nf4": 3.0}
+)
+_DEQUANTIZE = 8.0
+
+
+def group(scheme: str) -> str:
+    """Which bar a scheme has with float activations."""
+    made = pq.scheme(scheme)
+    is_nested = isinstance(made.scale, pq.QuantScheme)
+    return f"{made.bits} bits" if made.bits in (4, 8) and not is_nested else "other"
+
+
+def judge(rows: Sequence[dict[str, Any]], dram: dict[str, float]) -> None:
+    """Add to each row its share of the memory's speed, its ratios, and its bar."""
+    times = {(_place(row), row["name"]): row["time_ms"] for row in rows}
+    for row in rows:
+        row["dram_percent"] = 100 * row["gb_s"] / dram[str(row["threads"])]
+        if row["name"] != "polyquant":
+            continue
+        beside = {name: ms for (place, name), ms in times.items() if place == _place(row)}
+        del beside["polyquant"]
+        row["ratios"] = {name: row["time_ms"] / ms for name, ms in beside.items()}
+        bar = _bar_of(row)
+        ratios = [row["ratios"][name] for name in bar.rivals if name in beside] if bar else []
+        if bar is None or not ratios or row["m"] not in ROWS:
+            continue
+        limit, ratio = bar.limits[ROWS.index(row["m"])], max(ratios)
+        name = f"{row['activations']} x {_bar_name(row)}, {row['order']}"
+        row["bar"] = {"name": name, "limit": limit, "ratio": ratio, "met": ratio <= limit}
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("threads", "n", "k", "m", "scheme"))
+
+
+def _bar_name(row: dict[str, Any]) -> str:
+    return group(row["scheme"]) if _is_exact(row) else row["scheme"]
+
+
+def _is_exact(row: dict[str, Any]) -> bool:
+    return "float" in row["activations"].partition("/")[0]
+
+
+def _bar_of(row: dict[str, Any]) -> Bar | None:
+    if _is_exact(row):
+        return _EXACT[group(row["scheme"])]
+    return None if row["activations"].endswith("before") else _INTEGER.get(row["scheme"])
+
+
+def judge_rates(rows: Sequence[dict[str, Any]]) -> None:
+    """Add the bars of quantize and dequantize, which are of one thread."""
+    for row in rows:
+        limits = {"quantize": _RATES.get(row["scheme"]), "dequantize": _DEQUANTIZE}
+        limit = limits.get(row["name"])
+        if limit is not None and row["threads"] == 1:
+            row["bar"] = {"limit": limit, "met": row["gb_s"] >= limit}
+
+
+# -- what is printed --------------------------------------------------------------------------
+
+
+def report(found: dict[str, Any]) -> Iterator[str]:
+    """The results as lines: a cell is ms, GB/s, % of DRAM, and the ratio that the bar is about."""
+    yield f"{found['machine']['cpu']} ({found['machine']['instructions']})"
+    yield f"polyquant with {found['polyquant']}; memory read GB/s by threads: " + ", ".join(
+        f"{threads}: {speed:.1f}" for threads, speed in found["dram_gb_s"].items()
+    )
+    yield from (f"{name} is built for {sets}" for name, sets in found["rivals"].items())
+    for why in dict.fromkeys(found["missing"].values()):
+        names = [name for name, reason in found["missing"].items() if reason == why]
+        yield f"not measured: {', '.join(names)}: {why}"
+    rows = found["products"]
+    for threads, n, k in dict.fromkeys((row["threads"], row["n"], row["k"]) for row in rows):
+        here = [r for r in rows if (r["threads"], r["n"], r["k"]) == (threads, n, k)]
+        extents = list(dict.fromkeys(row["m"] for row in here))
+        yield ""
+        yield f"{n} x {k}, {threads} threads: ms, GB/s, % of DRAM, ratio of the bar (! not met)"
+        yield f"{'':70}" + "".join(f"{f'M={m}':>27}" for m in extents)
+        for label in dict.fromkeys(map(_label, here)):
+            cells = {row["m"]: _cell(row) for row in here if _label(row) == label}
+            yield f"{' | '.join(filter(None, label)):70}" + "".join(
+                f"{cells.get(m, ''):>27}" for m in extents
+            )
+    yield ""
+    yield from _report_rates(found["rates"])
+    yield from _report_bars([*rows, *found["rates"]])
+
+
+def _label(row: dict[str, Any]) -> tuple[str, ...]:
+    kernel = (row.get("kernel") or "").partition(".")[0]
+    activations = "" if row["activations"] == "float32" else row["activations"]
+    return row["scheme"], row["name"], row.get("order", ""), activations, kernel
+
+
+def _cell(row: dict[str, Any]) -> str:
+    bar = row.get("bar")
+    ratio = "" if bar is None else f" {bar['ratio']:5.2f}{' ' if bar['met'] else '!'}"
+    return f"{row['time_ms']:.2f} {row['gb_s']:5.1f} {row['dram_percent']:3.0f}%{ratio or ' ' * 7}"
+
+
+def _report_rates(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    yield f"{'GB/s of float32':42}" + "".join(f"{name:>16}" for name in names)
+    for threads, scheme in dict.fromkeys((row["threads"], row["scheme"]) for row in rows):
+        cells = {
+            row["name"]: f"{row['gb_s']:.2f}{'' if row.get('bar', {}).get('met', True) else '!'}"
+            for row in rows
+            if (row["threads"], row["scheme"]) == (threads, scheme)
+        }
+        label = f"{scheme}, {threads} threads"
+        yield f"{label:42}" + "".join(f"{cells[name]:>16}" for name in names)
+
+
+def _report_bars(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    judged = [row for row in rows if "bar" in row]
+    unmet = [row for row in judged if not row["bar"]["met"]]
+    wrong = [row for row in rows if row.get("error", 0) > 0.03]
+    yield ""
+    yield f"bars met: {len(judged) - len(unmet)} of {len(judged)}; each with its worst ratio:"
+    for place, name in dict.fromkeys((_where(row), row["bar"].get("name")) for row in judged):
+        these = [r for r in judged if (_where(r), r["bar"].get("name")) == (place, name)]
+        if name is not None:
+            yield f"{place:28}{name:34}" + "".join(map("{:>24}".format, _worst(these)))
+    for row in wrong:
+        yield f"WRONG by {row['error']:.3f}: {' | '.join(filter(None, _label(row)))} M={row['m']}"
+
+
+def _where(row: dict[str, Any]) -> str:
+    return f"{row['threads']} threads, {row['n']} x {row['k']}"
+
+
+def _worst(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for m in dict.fromkeys(row["m"] for row in rows):
+        here = [row["bar"] for row in rows if row["m"] == m]
+        worst, met = max(bar["ratio"] for bar in here), sum(bar["met"] for bar in here)
+        yield f"M={m} {worst:.2f}/{here[0]['limit']:.2f} {met} of {len(here)}"
+
+
+# -- one process for each number of threads ---------------------------------------------------
+
+
+def main() -> None:
+    arguments = _parsed()
+    if arguments.part is not None:
+        work(arguments)
+        return
+    parts = [_run(arguments, threads) for threads in arguments.threads]
+    dram = {str(part["threads"]): part["dram_gb_s"] for part in parts}
+    rows = [row for part in parts for row in part["products"]]
+    rates = [row for part in parts for row in part["rates"]]
+    judge(rows, dram)
+    judge_rates(rates)
+    installed = {**versions(), **_installed()}
+    found = {
+        "machine": {**describe(), "threads": arguments.threads, "instructions": cpu_flags()},
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"python": platform.python_version(), **installed},
+        "polyquant": parts[0]["polyquant"],
+        "rivals": parts[0]["rivals"],
+        "rounds": arguments.rounds,
+        "dram_gb_s": dram,
+        "missing": {name: why for part in parts for name, why in part["missing"].items()},
+        "products": rows,
+        "rates": rates,
+    }
+    print("\n".join(report(found)))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(_json(found), encoding="utf-8")
+    print(f"Written: {arguments.out}")
+
+
+def _run(arguments: argparse.Namespace, threads: int) -> dict[str, Any]:
+    """The measurements with a number of threads, by a process that begins with it."""
+    names = ("OMP", "OPENBLAS", "MKL", "PQ")
+    environment = os.environ | {f"{name}_NUM_THREADS": str(threads) for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / "part.json"
+        command = [sys.executable, __file__, *sys.argv[1:], "--part", f"{threads}:{part}"]
+        code = subprocess.run(command, env=environment, check=False).returncode
+        if not part.exists():
+            raise SystemExit(f"nothing was measured with {threads} threads (exit status {code})")
+        if code:
+            print(f"with {threads} threads it ended early (exit status {code})", file=sys.stderr)
+        found: dict[str, Any] = json.loads(part.read_text(encoding="utf-8"))
+    return found
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Measure in this process, and write after every scheme."""
+    import cpu_measure
+
+    threads, _, path = arguments.part.partition(":")
+    settings = cpu_measure.Settings(
+        int(threads),
+        tuple(cpu_measure.Shape(*shape) for shape in arguments.shapes),
+        tuple(arguments.m),
+        tuple(arguments.only),
+        dict(ACTIVATIONS),
+        {scheme: (*_PLAIN, *RIVALS_OF.get(scheme, ())) for scheme in arguments.only},
+        tuple(arguments.dtypes),
+        arguments.rounds,
+    )
+    cpu_measure.set_threads(settings.threads)
+    part: dict[str, Any] = {"threads": settings.threads, "missing": {}, "products": [], "rates": []}
+    part["polyquant"] = cpu_measure.instructions(arguments.target)
+    part["rivals"] = cpu_measure.rival_instructions()
+    part["dram_gb_s"] = cpu_measure.dram_gb_s(settings.threads)
+    for name, found in (
+        ("products", cpu_measure.products(settings, part["missing"])),
+        ("rates", cpu_measure.rates(settings)),
+    ):
+        for rows in found:
+            part[name] += rows
+            Path(path).write_text(json.dumps(part), encoding="utf-8")
+            print(f"{threads} threads, {name}: {rows[0]['scheme']}", file=sys.stderr, flush=True)
+    part["dram_gb_s"] = max(part["dram_gb_s"], cpu_measure.dram_gb_s(settings.threads))
+    Path(path).write_text(json.dumps(part), encoding="utf-8")
+
+
+def _parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    every = (*pq.presets(), *MORE)
+    parser.add_argument("--quick", action="store_true", help="one shape, M = 1 and 16")
+    parser.add_argument("--threads", type=int, nargs="+", default=list(THREADS))
+    parser.add_argument("--only", nargs="+", default=list(every), metavar="SCHEME")
+    parser.add_argument("--m", type=int, nargs="+", default=None)
+    parser.add_argument("--shape", nargs="+", default=None, metavar="NxK")
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="of the activations")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--target", help="an instruction set of polyquant's, such as avx2")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu.json")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    found = parser.parse_args()
+    found.m = found.m or ((1, 16) if found.quick else ROWS)
+    given = [tuple(map(int, text.split("x"))) for text in found.shape or ()]
+    found.shapes = given or (SHAPES[:1] if found.quick else SHAPES)
+    return found
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _json(found: dict[str, Any]) -> str:
+    """One row a line, with four digits: thousands of rows."""
+
+    def short(x: Any) -> Any:
+        if isinstance(x, float):
+            return float(f"{x:.4g}")
+        if isinstance(x, dict):
+            return {name: short(item) for name, item in x.items()}
+        return x
+
+    tables = ("products", "rates")
+    head = json.dumps({k: v for k, v in found.items() if k not in tables}, indent=1)
+    body = [
+        f' "{name}": [\n'
+        + ",\n".join(f"  {json.dumps(short(row))}" for row in found[name])
+        + "\n ]"
+        for name in tables
+    ]
+    return head.removesuffix("\n}") + ",\n" + ",\n".join(body) + "\n}\n"
+
+
+if __name__ == "__main__":
+    main()
