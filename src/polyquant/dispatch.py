@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -305,7 +306,9 @@ def operand_of(x: Any) -> Operand:
 def product_problem(a: Operand, b: Operand, device: str, transformed: bool) -> Problem:
     """The facts of a product. Raises ShapeMismatch."""
     check_product("matmul", a.shape, b.shape)
-    m = a.shape[-2] if len(a.shape) > 1 else 1
+    # Beside a matrix all leading axes of ``a`` are rows.
+    rows = a.shape[:-1] if len(b.shape) <= 2 else a.shape[-2:-1]
+    m = math.prod(rows)
     n = b.shape[-1] if len(b.shape) > 1 else 1
     layout = (a.axes, b.axes)
     sizes = (bucket(m), bucket(n), bucket(a.shape[-1]))

@@ -135,6 +135,7 @@ def _put(
 
 
 _KERNELS = ("polyquant.torch.transforms", "polyquant.backends.definition")
+_CUDA = (_KERNELS[0], "polyquant.backends.torch.cuda.kernels", _KERNELS[1])
 
 BACKEND = Backend(
     name="torch",
@@ -149,6 +150,6 @@ BACKEND = Backend(
     move=_move,
     facts=_facts,
     is_transformed=_is_transformed,
-    kernels={"cpu": _KERNELS, "*": _KERNELS},
+    kernels={"cpu": _KERNELS, "cuda": _CUDA, "*": _KERNELS},
     functions={"erf": torch.special.erf, "clip": _clip, "put_at": _put},
 )

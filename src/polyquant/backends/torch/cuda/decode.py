@@ -1,0 +1,341 @@
+"""Dequantizing by one Triton kernel for every scheme, bit for bit what the definition gives.
+
+A program decodes a tile of segments: runs of a line's values that (nearly always) share a scale.
+The caller guarantees shapes; the arithmetic is that of ``standard.decode``, step by step, each
+rounded once: the kernels are compiled without contraction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from polyquant.codec import line_size_bytes
+from polyquant.qtensor import QTensor
+from polyquant.scheme import OffsetKind, QuantScheme
+from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
+
+TINY = tl.constexpr(2.0**-126)
+#: Elements of a tile, and the longest segment: 16 a thread, in 16-byte stores of float32.
+_TILE, _SEGMENT = 4096, 128
+
+# How codes and stored numbers are decoded: constants of the kernels below.
+SIGNED, UNSIGNED, MINIFLOAT, LOOKUP = (tl.constexpr(i) for i in range(4))
+FLOAT, UE8M0, UE4M3 = (tl.constexpr(i) for i in range(3))
+NO_OFFSET, ZERO_POINT, BIAS = (tl.constexpr(i) for i in range(3))
+
+
+# -- pieces of kernels ------------------------------------------------------------------------
+
+
+@triton.jit
+def flush(x):
+    """Numbers below the smallest normal float32 as a zero of their sign."""
+    return tl.where(tl.abs(x) >= TINY, x, x * 0.0)
+
+
+@triton.jit
+def minifloat(code, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+    """The number of a minifloat's code (int32), NaN and infinity where the type has them."""
+    EXPONENT: tl.constexpr = BITS - 1 - MANTISSA
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    TO_F32: tl.constexpr = 127 - (2 ** (EXPONENT - 1) - 1)
+    rest = code & (2 ** (BITS - 1) - 1)
+    exponent = rest >> MANTISSA
+    normal = ((rest << SHIFT) + (TO_F32 << 23)).to(tl.float32, bitcast=True)
+    step: tl.constexpr = 2.0 ** (TO_F32 - 126 - MANTISSA)
+    number = tl.where(exponent == 0, rest.to(tl.float32) * step, normal)
+    if BITS == 8:
+        if MANTISSA == 3:
+            number = tl.where(rest == 0x7F, float("nan"), number)
+        else:
+            number = tl.where(rest == 0x7C, float("inf"), number)
+            number = tl.where(rest > 0x7C, float("nan"), number)
+    sign = (code >> (BITS - 1)) << 31  # not a negation, which Triton makes 0 - number
+    return (number.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def stored_number(raw, KIND: tl.constexpr):
+    """A stored scale as float32: of UE8M0's byte 0 twice its number, which is not normal."""
+    if KIND == UE8M0:
+        byte = raw.to(tl.int32)
+        return (tl.maximum(byte, 1) << 23).to(tl.float32, bitcast=True)
+    if KIND == UE4M3:
+        return minifloat(raw.to(tl.int32), 8, 3)
+    return flush(raw.to(tl.float32))
+
+
+@triton.jit
+def number_of(field, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
+    """Unsigned fields (int32) as float32: integers by 2^23 + field, whose lowest bits they are."""
+    if KIND == LOOKUP:
+        return flush(tl.load(table_ptr + field))
+    if KIND == MINIFLOAT:
+        return minifloat(field, BITS, MANTISSA)
+    SIGN: tl.constexpr = 2 ** (BITS - 1) if KIND == SIGNED else 0
+    whole = ((field ^ SIGN) | 0x4B000000).to(tl.float32, bitcast=True)
+    return whole - (8388608.0 + SIGN)
+
+
+@triton.jit
+def words_of(codes_ptr, line, first, inside, stride, BITS: tl.constexpr, SEGMENT: tl.constexpr):
+    """Fields of segments (rows, SEGMENT) from whole words that start at value ``first``."""
+    PER_WORD: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = SEGMENT // PER_WORD
+    at = (first // PER_WORD)[:, None] + tl.arange(0, WORDS)[None, :]
+    words = codes_ptr.to(tl.pointer_type(tl.int32)) + (line * (stride // 4))[:, None] + at
+    found = tl.load(words, mask=inside[:, None] & (at < stride // 4), other=0)
+    shifts = tl.arange(0, PER_WORD) * BITS
+    fields = (found[:, :, None] >> shifts[None, None, :]) & (2**BITS - 1)
+    return tl.reshape(fields, (line.shape[0], SEGMENT))
+
+
+@triton.jit
+def bytes_of(codes_ptr, line, at, mask, stride, BITS: tl.constexpr, NATIVE: tl.constexpr):
+    """Fields at places ``at`` of lines, from the one or two bytes that hold each."""
+    if NATIVE:
+        return tl.load(codes_ptr + line * stride + at, mask=mask, other=0).to(tl.int32) & (
+            2**BITS - 1
+        )
+    bit = at.to(tl.int64) * BITS
+    byte, shift = bit >> 3, (bit & 7).to(tl.int32)
+    found = tl.load(codes_ptr + line * stride + byte, mask=mask, other=0).to(tl.int32)
+    if 8 % BITS != 0:
+        crosses = mask & (shift + BITS > 8)
+        more = tl.load(codes_ptr + line * stride + byte + 1, mask=crosses, other=0)
+        found = found | (more.to(tl.int32) << 8)
+    return (found >> shift) & (2**BITS - 1)
+
+
+@triton.jit
+def grid_line(line, h1, h2, e0, e1, e2, c1, c2, WHOLE_LINES: tl.constexpr):
+    """The line of the grid that lines of the tensor belong to: leading axes (., h1, h2)."""
+    if WHOLE_LINES:
+        return line
+    inner = line // h2
+    return ((inner // h1 // e0) * c1 + inner % h1 // e1) * c2 + line % h2 // e2
+
+
+@triton.jit
+def decode_kernel(
+    codes_ptr, scales_ptr, tensor_scale_ptr, offsets_ptr, table_ptr, out_ptr,
+    segments, segments_a_line, length, stride, extent, count, h1, h2, e0, e1, e2, c1, c2,
+    KIND: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    BY_WORDS: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
+    HAS_TENSOR_SCALE: tl.constexpr, FLUSHES: tl.constexpr, WHOLE_LINES: tl.constexpr,
+    ONE_SCALE: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """ROWS segments of SEGMENT values: codes in, float values out, in stored order."""
+    segment = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = segment < segments
+    line = segment // segments_a_line
+    first = (segment - line * segments_a_line).to(tl.int32) * SEGMENT
+    at = first[:, None] + tl.arange(0, SEGMENT)[None, :]
+    mask = inside[:, None] & (at < length)
+    if BY_WORDS:
+        field = words_of(codes_ptr, line, first, inside, stride, BITS, SEGMENT)
+    else:
+        field = bytes_of(codes_ptr, line[:, None], at, mask, stride, BITS, NATIVE)
+    values = number_of(field, table_ptr, KIND, BITS, MANTISSA)
+
+    row = grid_line(line, h1, h2, e0, e1, e2, c1, c2, WHOLE_LINES) * count
+    if ONE_SCALE:
+        place = row + first // extent
+        seen = inside
+    else:
+        place = row[:, None] + at // extent
+        seen = mask
+    raw = tl.load(scales_ptr + place, mask=seen, other=0)
+    scale = stored_number(raw, SCALE)
+    if HAS_TENSOR_SCALE:
+        scale = flush(scale * tl.load(tensor_scale_ptr))
+    if OFFSET != NO_OFFSET:
+        offset = flush(tl.load(offsets_ptr + place, mask=seen, other=0).to(tl.float32))
+        if ONE_SCALE:
+            offset = offset[:, None]
+        if OFFSET == ZERO_POINT:
+            values = values - offset
+    if SCALE == UE8M0:
+        half = tl.where(raw.to(tl.int32) == 0, 0.5, 1.0)
+        if ONE_SCALE:
+            half = half[:, None]
+        values = values * half
+    if ONE_SCALE:
+        scale = scale[:, None]
+    values = values * scale
+    if FLUSHES:
+        values = flush(values)
+    if OFFSET == BIAS:
+        values = flush(values + offset)
+    out = out_ptr + line[:, None] * length + at
+    tl.store(out, values.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def split_kernel(x_ptr, out_ptr, k, padded, stride, TILE: tl.constexpr):
+    """A line of float32 as three lines of bf16 that add up to it, zeros behind."""
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    rest = tl.load(x_ptr + row * stride + at, mask=at < k, other=0.0)
+    is_finite = tl.abs(rest) < float("inf")
+    out = out_ptr + row * 3 * padded + at
+    for plane in tl.static_range(3):
+        bits = rest.to(tl.int32, bitcast=True)
+        upper = bits & -65536 if plane < 2 else bits  # the upper half
+        if plane == 0:  # a NaN stays one, whatever its payload
+            upper = tl.where(rest != rest, 0x7FC00000, upper)
+        part = upper.to(tl.float32, bitcast=True)
+        rest = tl.where(is_finite, rest - part, 0.0)
+        tl.store(out + plane * padded, part.to(tl.bfloat16), mask=at < padded)
+
+
+# -- calls ------------------------------------------------------------------------------------
+
+
+def dequantize(q: QTensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The values of ``q`` in logical order, float32 or rounded once to ``dtype``."""
+    laid = q.stored_shape or (1,)
+    out = torch.empty(laid, dtype=dtype or torch.float32, device=q.data.device)
+    if out.numel():
+        _decode(q, out, laid)
+    made: torch.Tensor = q.to_logical(out.reshape(q.stored_shape))
+    return made
+
+
+def _decode(q: QTensor, out: torch.Tensor, laid: tuple[int, ...]) -> None:
+    scales, offsets = (_grid(part) for part in (q.scales, q.offsets))
+    data = q.data.contiguous()
+    call = _call(q.scheme, laid, data.data_ptr() % 4 == 0)
+    decode_kernel[call.grid](
+        data,
+        scales,
+        q.tensor_scale,
+        offsets,
+        q.table,
+        out,
+        *call.numbers,
+        **dict(call.constants),
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+
+
+def _grid(part: Any) -> torch.Tensor | None:
+    """Scales or offsets as one run of numbers; quantized ones are decoded first."""
+    if part is None:
+        return None
+    return dequantize(part, None) if isinstance(part, QTensor) else part.contiguous()
+
+
+def split_planes(x: torch.Tensor) -> torch.Tensor:
+    """Lines (m, k) of float32 as bf16 (3 m, k padded to whole 16 bytes): three that add up to each.
+
+    The upper 8 bits of the significand, the next 8, and the rest: exact where none is subnormal.
+    """
+    m, k = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    padded = -(-k // 8) * 8
+    out = torch.empty((3 * m, padded), dtype=torch.bfloat16, device=x.device)
+    split_kernel[(-(-padded // 1024), m)](x, out, k, padded, x.stride(0), TILE=1024)
+    return out
+
+
+class _Call(NamedTuple):
+    """What the kernel is told of one scheme and shape, besides the arrays."""
+
+    grid: tuple[int]
+    numbers: tuple[int, ...]
+    constants: tuple[tuple[str, Any], ...]
+
+
+@lru_cache(maxsize=4096)
+def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool) -> _Call:
+    extents, counts = scheme.block_extents(laid) or (1,), scheme.scale_shape(laid) or (1,)
+    length, extent, count = laid[-1], extents[-1], counts[-1]
+    segment, one_scale = _segments(length, extent, count)
+    bits, is_native = scheme.bits, scheme.store is QuantStore.NATIVE
+    stride = line_size_bytes(length, bits, scheme.store)
+    by_words = is_aligned and 8 % bits == 0 and stride % 4 == 0 and segment * bits % 32 == 0
+    by_words = by_words and (bits == 8 or not is_native)
+    a_line = -(-length // segment)
+    segments = math.prod(laid[:-1]) * a_line
+    rows = max(1, _TILE // segment)
+    axes = _leading(laid[:-1], extents[:-1], counts[:-1])
+    heights, steps, blocks = zip(*axes, strict=True)
+    constants = {
+        "KIND": _kind(scheme),
+        "BITS": bits,
+        "MANTISSA": int(scheme.value[3]) if scheme.value.is_float else 0,
+        "NATIVE": is_native,
+        "BY_WORDS": by_words,
+        "SCALE": _scale_kind(scheme),
+        "OFFSET": _offset_kind(scheme),
+        "HAS_TENSOR_SCALE": scheme.tensor_scale is not None,
+        "FLUSHES": _may_be_subnormal(scheme),
+        "WHOLE_LINES": all(step == 1 for step in steps),
+        "ONE_SCALE": one_scale,
+        "ROWS": rows,
+        "SEGMENT": segment,
+    }
+    numbers = (segments, a_line, length, stride, extent, count)
+    numbers += (*heights[1:], *steps, *blocks[1:])
+    return _Call((-(-segments // rows),), numbers, tuple(constants.items()))
+
+
+def _segments(length: int, extent: int, count: int) -> tuple[int, bool]:
+    """How many values of a line a row of a tile takes, and whether they share a scale."""
+    whole = min(_SEGMENT, triton.next_power_of_2(length))
+    if count == 1:
+        return whole, True
+    divisor = extent & -extent
+    return (min(divisor, _SEGMENT), True) if divisor >= 8 else (whole, False)
+
+
+def _leading(
+    shape: Sequence[int], extents: Sequence[int], counts: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Leading axes (height, extent, count), three of them; neighbours without blocks are one."""
+    found: list[tuple[int, int, int]] = []
+    for axis in zip(shape, extents, counts, strict=True):
+        if found and axis[1] == 1 == found[-1][1]:
+            found[-1] = (found[-1][0] * axis[0], 1, found[-1][2] * axis[2])
+        elif found and axis[2] == 1 == found[-1][2]:
+            height = found[-1][0] * axis[0]
+            found[-1] = (height, height, 1)
+        else:
+            found.append(axis)
+    return [(1, 1, 1)] * (3 - len(found)) + found
+
+
+def _kind(scheme: QuantScheme) -> int:
+    if scheme.mode is QuantMode.LOOKUP:
+        return int(LOOKUP.value)
+    if scheme.value.is_float:
+        return int(MINIFLOAT.value)
+    return int((SIGNED if scheme.value.is_signed else UNSIGNED).value)
+
+
+def _scale_kind(scheme: QuantScheme) -> int:
+    kinds = {ScaleDtype.UE8M0: UE8M0, ScaleDtype.UE4M3: UE4M3}
+    found = FLOAT if isinstance(scheme.scale, QuantScheme) else kinds.get(scheme.scale, FLOAT)
+    return int(found.value)
+
+
+def _offset_kind(scheme: QuantScheme) -> int:
+    if scheme.offset is None:
+        return int(NO_OFFSET.value)
+    return int((BIAS if scheme.offset.kind is OffsetKind.BIAS else ZERO_POINT).value)
+
+
+def _may_be_subnormal(scheme: QuantScheme) -> bool:
+    """Whether a code times a scale can be below 2^-126: not for integers under narrow scales."""
+    narrow = scheme.scale in (ScaleDtype.F16, ScaleDtype.UE4M3) and scheme.tensor_scale is None
+    is_float_zero = scheme.offset is not None and not isinstance(scheme.offset.dtype, QuantValue)
+    return not narrow or is_float_zero or scheme.mode is QuantMode.LOOKUP

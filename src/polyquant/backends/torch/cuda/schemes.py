@@ -1,0 +1,99 @@
+"""Which schemes ``mma.cu`` takes, and the numbers that it knows them by."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from polyquant.kernel import Problem
+from polyquant.scheme import OffsetKind, QuantScheme
+from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
+
+#: The numbers of mma.cu's enums.
+_SIGNED, _UNSIGNED, _MINIFLOAT, _E4M3, _E5M2, LOOKUP = range(6)
+_NO_OFFSET, _INTEGER_ZERO, _FLOAT_ZERO, _BIAS = range(4)
+#: How scales and offsets are stored, in the order of their numbers, and the bytes of one.
+_TYPES = ("f32", "f16", "bf16", "ue8m0", "ue4m3", "u8")
+SIZES = (4, 2, 2, 1, 1, 1)
+#: A block longer than any axis: one scale a row that has an offset, or is read chunk by chunk.
+_WHOLE_ROW = 1 << 30
+#: Rows of x, planes counted, that one block of threads takes at most.
+MOST_ROWS = 64
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why the kernel cannot run a product, or None."""
+    scheme = problem.b
+    if not isinstance(scheme, QuantScheme) or isinstance(problem.a, QuantScheme):
+        return "it multiplies a float by a quantized weight"
+    if problem.a not in ("bfloat16", "float16", "float32"):
+        return f"it takes bfloat16, float16 and float32, not {problem.a}"
+    if problem.layout[1] != (1, 0):
+        return "it takes a weight of two axes, stored with the input axis last (x @ q.mT)"
+    if problem.a == "float32" and scheme.mode is QuantMode.LOOKUP:
+        return "a table's float32 entries do not enter a bf16 multiplier exactly"
+    most = MOST_ROWS // 4 if problem.a == "float32" else MOST_ROWS
+    if problem.m > most:
+        return f"it is for up to {most} rows of {problem.a}; more are quicker by cuBLAS"
+    return _why_not_codes(scheme) or _why_not_blocks(scheme)
+
+
+def _why_not_codes(scheme: QuantScheme) -> str | None:
+    if kind_of(scheme) is None:
+        return f"it has no decoder for {scheme.value} codes in the mode and store of {scheme}"
+    if scheme.store is not QuantStore.PACKED_U32:
+        return "lines of codes must be whole 32-bit words (store packed_u32)"
+    is_integer = scheme.offset is not None and isinstance(scheme.offset.dtype, QuantValue)
+    if is_integer and scheme.value.is_signed and scheme.bits == 7:
+        return "7-bit codes less an integer zero point do not fit bf16's significand"
+    return None
+
+
+def _why_not_blocks(scheme: QuantScheme) -> str | None:
+    if scheme.block is None or scheme.block[-1] == -1:
+        return None if scheme.block is None or len(scheme.block) <= 2 else "blocks of three axes"
+    extent = scheme.block[-1]
+    if len(scheme.block) > 2 or extent < 16 or extent & (extent - 1):
+        return "its blocks must be a power of two from 16 on along the input axis"
+    return None
+
+
+class CodeKind(NamedTuple):
+    """How codes are decoded: the number of mma.cu, the width of a field, bits of the mantissa."""
+
+    number: int
+    bits: int
+    mantissa: int = 0
+
+
+def kind_of(scheme: QuantScheme) -> CodeKind | None:
+    value, is_native = scheme.value, scheme.store is QuantStore.NATIVE
+    if scheme.mode is QuantMode.LOOKUP:
+        return CodeKind(LOOKUP, 4) if scheme.bits == 4 and not is_native else None
+    if value in (QuantValue.E4M3, QuantValue.E5M2):
+        return CodeKind(_E4M3 if value is QuantValue.E4M3 else _E5M2, 8)
+    if value.is_float:
+        return None if is_native else CodeKind(_MINIFLOAT, value.bits, int(value[3]))
+    return CodeKind(_SIGNED if value.is_signed else _UNSIGNED, 8 if is_native else value.bits)
+
+
+def block_of(scheme: QuantScheme, k: int) -> int:
+    """Values of k that share a scale; 0 where a whole row does, and nothing is read in the loop."""
+    whole = scheme.block is None or scheme.block[-1] == -1
+    if not whole and scheme.block is not None:
+        return int(scheme.block[-1])
+    return _WHOLE_ROW if scheme.offset is not None else 0
+
+
+def offset_of(scheme: QuantScheme) -> int:
+    if scheme.offset is None:
+        return _NO_OFFSET
+    if scheme.offset.kind is OffsetKind.BIAS:
+        return _BIAS
+    return _INTEGER_ZERO if isinstance(scheme.offset.dtype, QuantValue) else _FLOAT_ZERO
+
+
+def type_number(kind: ScaleDtype | QuantValue | QuantScheme) -> int:
+    """The number of a stored type; quantized numbers are decoded to float32 first."""
+    if isinstance(kind, QuantScheme):
+        return 0
+    return _TYPES.index("u8" if isinstance(kind, QuantValue) else str(kind))
