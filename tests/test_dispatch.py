@@ -175,10 +175,12 @@ def test_a_pinned_kernel_runs_or_is_refused(fake: Any) -> None:
     fake(Kernel("numpy.one.matmul", "matmul", _refusing("it is closed"), _never))
     x, w = floats((1, 64)), weight().T
     pinned = pq.matmul(x, w, kernel="definition.matmul")
-    np.testing.assert_array_equal(pinned, pq.matmul(x, w))
+    np.testing.assert_array_equal(pinned, x @ w.dequantize())
     with pytest.raises(errors.KernelRefused, match=r"it is closed.*never falls back"):
         pq.matmul(x, w, kernel="numpy.one.matmul")
-    with pytest.raises(errors.KernelRefused, match=r"known: numpy\.one\.matmul, def"):
+    with pytest.raises(
+        errors.KernelRefused, match=r"known: numpy\.one.*definition\.matmul"
+    ):
         pq.matmul(x, w, kernel="numpy.none.matmul")
     with pytest.raises(errors.KernelRefused, match=r"definition\.quantize"):
         pq.quantize(x, "q4s", kernel="numpy.none.quantize")

@@ -6,6 +6,7 @@ y = x @ q.T                         # dispatched to the best kernel that can
 """
 
 from polyquant import errors, ops
+from polyquant.backends.native import num_threads, set_num_threads
 from polyquant.data import TensorData
 from polyquant.dispatch import device_of, devices, explain, is_quantized, same_backend, supports
 from polyquant.formats import Checkpoint, load, open_checkpoint, save
@@ -40,6 +41,7 @@ __all__ = [
     "load",
     "matmul",
     "measure",
+    "num_threads",
     "open_checkpoint",
     "ops",
     "presets",
@@ -49,6 +51,7 @@ __all__ = [
     "same_backend",
     "save",
     "scheme",
+    "set_num_threads",
     "stack",
     "supports",
 ]

@@ -42,6 +42,7 @@ class Backend:
     "cuda") to the modules that serve it, best first. ``functions`` are the library's own where the
     array API has none (see ops/lacking.py); what is not there runs on the host. ``is_transformed``
     says whether autograd, a tracer or vmap watches what is done with an array, here and now.
+    ``num_threads`` is the library's own setting for products on the CPU, 0 where it has none.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Backend:
     kernels: Mapping[str, tuple[str, ...]]
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     is_transformed: Callable[[Array], bool] = lambda array: False
+    num_threads: Callable[[], int] = lambda: 0
 
 
 #: Backend -> its module. A new backend is one line here and one file.

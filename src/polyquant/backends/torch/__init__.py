@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -90,7 +91,12 @@ def _move(array: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _facts(array: Any) -> Hashable:
-    if _functorch() or _dispatch_modes() or _is_autocast_enabled():  # _is_watched, without a call
+    if (  # _is_watched, without a call
+        _functorch()
+        or _dispatch_modes()
+        or _is_autocast_enabled()
+        or _forward_mode._current_level >= 0
+    ):
         return None
     if not isinstance(array, _Tensor) or array.layout is not _STRIDED or array.is_nested:
         return None
@@ -98,18 +104,20 @@ def _facts(array: Any) -> Hashable:
     return array.__class__, array.dtype, array.shape, array.device, is_tracked
 
 
-# Asked at every product, so their names are looked up once. For the first two torch has no public
-# question: is torch.func (vmap, grad, ...) or a dispatch mode (a tracer, a counter) on?
+# Asked at every product, so their names are looked up once. Torch has no public question for most:
+# is torch.func (vmap, grad, ...), a dispatch mode (a tracer, a counter), or a dual level on?
 _functorch = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
+_forward_mode = torch.autograd.forward_ad
 _is_grad_enabled = torch.is_grad_enabled
 _Tensor, _STRIDED = torch.Tensor, torch.strided
 
 
 def _is_watched() -> bool:
     """Whether something of torch's stands between a call and its kernel, here and now."""
-    return bool(_functorch() or _dispatch_modes() or _is_autocast_enabled())
+    modes = _functorch() or _dispatch_modes() or _is_autocast_enabled()
+    return bool(modes or _forward_mode._current_level >= 0)
 
 
 def _is_transformed(array: torch.Tensor) -> bool:
@@ -134,8 +142,14 @@ def _put(
     return line.index_put((positions,), values, accumulate=add)
 
 
-_KERNELS = ("polyquant.torch.transforms", "polyquant.backends.definition")
-_CUDA = (_KERNELS[0], "polyquant.backends.torch.cuda.kernels", _KERNELS[1])
+_TRANSFORMS, _DEFINITION = "polyquant.torch.transforms", "polyquant.backends.definition"
+_KERNELS = MappingProxyType(
+    {
+        "cpu": (_TRANSFORMS, "polyquant.backends.native", _DEFINITION),
+        "cuda": (_TRANSFORMS, "polyquant.backends.torch.cuda.kernels", _DEFINITION),
+        "*": (_TRANSFORMS, _DEFINITION),
+    }
+)
 
 BACKEND = Backend(
     name="torch",
@@ -150,6 +164,7 @@ BACKEND = Backend(
     move=_move,
     facts=_facts,
     is_transformed=_is_transformed,
-    kernels={"cpu": _KERNELS, "cuda": _CUDA, "*": _KERNELS},
+    kernels=_KERNELS,
+    num_threads=torch.get_num_threads,
     functions={"erf": torch.special.erf, "clip": _clip, "put_at": _put},
 )

@@ -1,0 +1,382 @@
+// The Python side: checks every shape, dtype and size again, then shares the work out.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <new>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "pool.h"
+#include "weight.h"
+
+namespace nb = nanobind;
+
+namespace pq {
+namespace generic { extern const Kernels kKernels; }
+#ifdef PQ_HAS_avx2
+namespace avx2 { extern const Kernels kKernels; }
+#endif
+#ifdef PQ_HAS_avx512
+namespace avx512 { extern const Kernels kKernels; }
+#endif
+
+namespace {
+
+using Array = nb::ndarray<nb::ro, nb::device::cpu>;
+using Writable = nb::ndarray<nb::device::cpu>;
+
+// -- instruction sets -------------------------------------------------------------------------
+
+// Those that this processor has, the fastest first.
+std::vector<const Kernels*> usable() {
+  std::vector<const Kernels*> found;
+#ifdef PQ_HAS_avx512
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni"))
+    found.push_back(&avx512::kKernels);
+#endif
+#ifdef PQ_HAS_avx2
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c"))
+    found.push_back(&avx2::kKernels);
+#endif
+  found.push_back(&generic::kKernels);
+  return found;
+}
+
+std::atomic<const Kernels*> chosen{usable().front()};
+
+std::vector<std::string> targets() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : usable()) names.emplace_back(kernels->name);
+  return names;
+}
+
+void set_target(const std::string& name) {
+  for (const Kernels* kernels : usable())
+    if (name == kernels->name) {
+      chosen = kernels;
+      return;
+    }
+  throw std::invalid_argument("this processor has no instruction set of that name");
+}
+
+std::atomic<int> num_threads{1};
+
+void set_num_threads(int count) {
+  if (count < 1) throw std::invalid_argument("at least one thread");
+  num_threads = count;
+}
+
+// -- checks -----------------------------------------------------------------------------------
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+int64_t product_of(const int64_t* extents, int count) {
+  int64_t total = 1;
+  for (int i = 0; i < count; ++i)
+    require(extents[i] >= 0 && !__builtin_mul_overflow(total, extents[i], &total),
+            "the extents are negative or too large");
+  return total;
+}
+
+bool is_contiguous(const Array& array) {
+  int64_t expected = 1;
+  if (!array.size()) return true;
+  for (int axis = static_cast<int>(array.ndim()) - 1; axis >= 0; --axis) {
+    if (array.shape(axis) != 1 && array.stride(axis) != expected) return false;
+    expected *= static_cast<int64_t>(array.shape(axis));
+  }
+  return true;
+}
+
+template <class A>
+Float float_of(const A& array) {
+  const auto type = array.dtype();
+  if (type == nb::dtype<float>()) return Float::kF32;
+  if (type.bits == 16 && type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float))
+    return Float::kF16;
+  // NumPy has no bfloat16: its bits come as uint16.
+  if (type.bits == 16 && (type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) ||
+                          type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt)))
+    return Float::kBF16;
+  throw std::invalid_argument("a float32, float16 or bfloat16 array is wanted");
+}
+
+// -- scratch ----------------------------------------------------------------------------------
+
+// Floats on a cache line's boundary that a thread keeps for its next call.
+class Scratch {
+ public:
+  float* floats(int64_t count) {
+    if (count > size_) {
+      data_.reset();
+      data_.reset(static_cast<float*>(::operator new(static_cast<size_t>(count) * 4, std::align_val_t(64))));
+      size_ = count;
+    }
+    return data_.get();
+  }
+  void forget_if_large() {
+    if (size_ > (16 << 20)) data_.reset(), size_ = 0;
+  }
+
+ private:
+  struct Free {
+    void operator()(float* p) const { ::operator delete(p, std::align_val_t(64)); }
+  };
+  std::unique_ptr<float, Free> data_;
+  int64_t size_ = 0;
+};
+
+thread_local Scratch x_scratch, task_scratch;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// -- the stored weight ------------------------------------------------------------------------
+
+class Matrix {
+ public:
+  Matrix(Array data, const std::vector<int64_t>& shape, const std::vector<int64_t>& block, int bits,
+         int value_bits, int kind, bool is_signed, const std::vector<uint32_t>& minifloat,
+         std::optional<Array> table, nb::object scales, int scale_number,
+         std::optional<Array> tensor_scale, nb::object offsets, int offset_number, int offset_kind)
+      : data_(data), table_(table), tensor_scale_(tensor_scale), scales_(scales), offsets_(offsets) {
+    require(!shape.empty() && shape.size() <= kMaxRank && block.size() == shape.size(),
+            "a shape of 1 to 8 axes and a block of the same rank are wanted");
+    require(bits >= 1 && bits <= 8 && value_bits >= 1 && value_bits <= bits, "bits run from 1 to 8");
+    require(kind >= 0 && kind <= 3 && offset_kind >= 0 && offset_kind <= 2, "unknown kind");
+    w_.leading = static_cast<int>(shape.size()) - 1;
+    w_.lines = product_of(shape.data(), w_.leading);
+    w_.length = shape.back();
+    require(w_.length >= 0, "a negative length");
+    for (size_t axis = 0; axis < shape.size(); ++axis) require(block[axis] >= 1, "an empty block");
+    int64_t grid_rows = 1;
+    for (int axis = 0; axis < w_.leading; ++axis) {
+      w_.extent[axis] = shape[axis];
+      w_.lead_block[axis] = block[axis];
+      w_.grid_extent[axis] = ceil_div(shape[axis], block[axis]);
+      grid_rows *= w_.grid_extent[axis];
+    }
+    w_.block = block.back();
+    w_.grid_length = ceil_div(w_.length, w_.block);
+    w_.bits = bits;
+    w_.value_bits = value_bits;
+    w_.kind = static_cast<Kind>(kind);
+    w_.is_signed = is_signed;
+    w_.offset_kind = static_cast<OffsetKind>(offset_kind);
+    if (!w_.lines || !w_.length) return;  // nothing is read
+    set_data();
+    set_table(minifloat);
+    w_.scale = grid(scales_, scale_number, grid_rows);
+    if (w_.offset_kind != OffsetKind::kNone) w_.offset = grid(offsets_, offset_number, grid_rows);
+    if (tensor_scale_) {
+      require(tensor_scale_->dtype() == nb::dtype<float>() && tensor_scale_->size() == 1,
+              "the tensor scale is one float32");
+      w_.scale.tensor_scale = static_cast<const float*>(tensor_scale_->data());
+    }
+  }
+
+  void decode(Writable out, int threads) const {
+    require(static_cast<int64_t>(out.size()) == w_.lines * w_.length && is_contiguous(Array(out)),
+            "the output must be contiguous, of the weight's size");
+    const Output y{out.data(), float_of(out), w_.length};
+    nb::gil_scoped_release release;
+    const Kernels& k = *chosen;
+    if (!w_.lines || !w_.length) return;
+    const int64_t step = std::max<int64_t>(1, (1 << 16) / w_.length);
+    parallel_for(ceil_div(w_.lines, step), threads_for(w_.lines * w_.length, threads), [&](int64_t i) {
+      k.decode(w_, i * step, std::min(w_.lines, (i + 1) * step), y);
+    });
+  }
+
+  // out (m, n) = x (m, k) @ the lines [first, first + count): along k, or along n.
+  void matmul(const Array& x, const Writable& out, bool along_k, int64_t first_line, int64_t count,
+              int threads) const {
+    require(x.ndim() == 2 && out.ndim() == 2, "x and the output have two axes");
+    require(first_line >= 0 && count >= 0 && first_line <= w_.lines - count, "no such lines");
+    const int64_t rows = static_cast<int64_t>(x.shape(0));
+    const int64_t depth = along_k ? w_.length : count, columns = along_k ? count : w_.length;
+    require(static_cast<int64_t>(x.shape(1)) == depth, "x does not fit the weight");
+    require(static_cast<int64_t>(out.shape(0)) == rows &&
+                static_cast<int64_t>(out.shape(1)) == columns,
+            "the output does not fit");
+    require(columns < 2 || !rows || out.stride(1) == 1, "the output's rows must be contiguous");
+    const Activations a{x.data(), float_of(x), rows, depth, x.stride(0), x.stride(1)};
+    const Output y{out.data(), float_of(out), out.stride(0)};
+    nb::gil_scoped_release release;
+    if (!rows || !columns) return;
+    multiply(a, y, along_k, first_line, count, threads);
+    x_scratch.forget_if_large();
+  }
+
+ private:
+  static int threads_for(int64_t work, int threads) {
+    return work < (1 << 16) ? 1 : threads > 0 ? threads : num_threads.load();
+  }
+
+  void multiply(const Activations& a, const Output& y, bool along_k, int64_t first_line,
+                int64_t count, int threads) const {
+    const Kernels& k = *chosen;
+    constexpr int64_t kMostRows = 512;  // as many as the sums of a panel leave in the cache
+    for (int64_t m = 0; m < a.rows; m += kMostRows) {
+      const int64_t rows = std::min(kMostRows, a.rows - m);
+      const int item = a.type == Float::kF32 ? 4 : 2, out_item = y.type == Float::kF32 ? 4 : 2;
+      Activations part = a;
+      part.data = static_cast<const char*>(a.data) + m * a.row_stride * item;
+      part.rows = rows;
+      Output to = y;
+      to.data = static_cast<char*>(y.data) + m * y.row_stride * out_item;
+      const int workers = threads_for(rows * a.columns * (along_k ? count : w_.length), threads);
+      if (!along_k)
+        by_columns(k, part, to, first_line, workers);
+      else if (rows <= k.dot_rows)
+        by_dots(k, part, to, first_line, count, workers);
+      else
+        by_rows(k, part, to, first_line, count, workers);
+    }
+  }
+
+  void by_dots(const Kernels& k, const Activations& a, const Output& y, int64_t first_line,
+               int64_t count, int workers) const {
+    const int64_t stride = ceil_div(a.columns, 64) * 64 + 16;
+    const Packed x{x_scratch.floats(k.dot_rows * stride), stride};
+    k.pack_rows(a, 0, k.dot_rows, x);
+    const int64_t step = std::max<int64_t>(8, ceil_div(count, 16 * workers));
+    parallel_for(ceil_div(count, step), workers, [&](int64_t i) {
+      k.dot(w_, x, a.rows, first_line, i * step, std::min(count, (i + 1) * step), y);
+    });
+  }
+
+  void by_rows(const Kernels& k, const Activations& a, const Output& y, int64_t first_line,
+               int64_t count, int workers) const {
+    const int columns = a.rows <= k.width ? k.width : k.panel_columns;
+    const int64_t panels = ceil_div(a.rows, columns);
+    const Packed x{x_scratch.floats(panels * a.columns * columns), a.columns * columns};
+    parallel_for(panels, workers, [&](int64_t i) { k.pack_panels(a, i, i + 1, columns, x); });
+    const int64_t step = k.panel_lines;
+    const int64_t scratch = step * (k.panel_depth + 16) + step * panels * columns;
+    parallel_for(ceil_div(count, step), workers, [&](int64_t i) {
+      k.panel_rows(w_, x, a.rows, columns, first_line, i * step, std::min(count, (i + 1) * step),
+                   task_scratch.floats(scratch), y);
+    });
+  }
+
+  void by_columns(const Kernels& k, const Activations& a, const Output& y, int64_t first_line,
+                  int workers) const {
+    constexpr int64_t kColumns = 512;
+    const int64_t stride = ceil_div(a.columns, 16) * 16 + 16;
+    const Packed x{x_scratch.floats(a.rows * stride), stride};
+    parallel_for(ceil_div(a.rows, 16), workers, [&](int64_t i) {
+      k.pack_rows(a, i * 16, std::min(a.rows, i * 16 + 16), x);
+    });
+    const int64_t scratch = k.panel_depth * kColumns + a.rows * kColumns;
+    parallel_for(ceil_div(w_.length, kColumns), workers, [&](int64_t i) {
+      k.panel_columns_of(w_, x, a.rows, first_line, a.columns, i * kColumns,
+                         std::min(w_.length, (i + 1) * kColumns), task_scratch.floats(scratch), y);
+    });
+  }
+
+  void set_data() {
+    require(data_.dtype() == nb::dtype<uint8_t>() && data_.ndim() >= 1, "codes are uint8");
+    w_.data = static_cast<const uint8_t*>(data_.data());
+    // Lines may lie apart (a view of wider ones), if all lie equally far apart.
+    const int last = static_cast<int>(data_.ndim()) - 1;
+    const int64_t bytes = static_cast<int64_t>(data_.shape(last));
+    require(bytes < 2 || data_.stride(last) == 1, "a line of codes must be contiguous");
+    int64_t lines = 1, apart = bytes;
+    for (int axis = last - 1; axis >= 0; --axis) {
+      if (data_.shape(axis) == 1) continue;
+      if (lines == 1) apart = data_.stride(axis);
+      require(data_.stride(axis) == apart * lines, "the lines of codes must lie equally far apart");
+      lines *= static_cast<int64_t>(data_.shape(axis));
+    }
+    require(lines == w_.lines && apart >= 0, "the codes do not fit the shape");
+    require(bytes >= ceil_div(w_.length * w_.bits, 8), "too few bytes of codes");
+    w_.line_bytes = apart;
+    w_.size_bytes = static_cast<size_t>((lines - 1) * apart + bytes);
+  }
+
+  void set_table(const std::vector<uint32_t>& minifloat) {
+    if (w_.kind == Kind::kTable16 || w_.kind == Kind::kTable256) {
+      require(table_ && table_->dtype() == nb::dtype<float>() && is_contiguous(*table_) &&
+                  static_cast<int64_t>(table_->size()) >= (int64_t{1} << w_.value_bits),
+              "a table holds a contiguous float32 for every code");
+      require(w_.kind != Kind::kTable16 || w_.value_bits <= 4, "a small table has up to 16 entries");
+      w_.table = static_cast<const float*>(table_->data());
+    }
+    if (w_.kind == Kind::kTable16) require(w_.bits <= 4 || w_.bits == 8, "no such store");
+    if (w_.kind != Kind::kTable16) require(w_.bits >= 5, "no such store");
+    if (w_.kind == Kind::kMinifloat) {
+      require(minifloat.size() == 6, "a minifloat is six numbers");
+      w_.minifloat = {minifloat[0], minifloat[1], static_cast<int>(minifloat[2]),
+                      static_cast<int>(minifloat[3]), static_cast<float>(minifloat[4]), minifloat[5]};
+      require(minifloat[2] < 16 && minifloat[3] < 16, "no such minifloat");
+    }
+  }
+
+  Grid grid(nb::handle part, int number, int64_t rows) const {
+    Grid made;
+    if (nb::isinstance<Matrix>(part)) {
+      made.number = Number::kNested;
+      made.nested = &nb::cast<const Matrix&>(part).w_;
+      require(made.nested->lines == rows && made.nested->length == w_.grid_length,
+              "the scales do not fit the blocks");
+      return made;
+    }
+    require(number >= 0 && number < static_cast<int>(Number::kNested), "unknown scale type");
+    made.number = static_cast<Number>(number);
+    const Array array = nb::cast<Array>(part);
+    const int bits = made.number == Number::kF32 ? 32 : made.number <= Number::kBF16 ? 16 : 8;
+    require(array.dtype().bits == bits && is_contiguous(array) &&
+                static_cast<int64_t>(array.size()) == rows * w_.grid_length,
+            "the scales do not fit the blocks");
+    made.data = static_cast<const uint8_t*>(array.data());
+    return made;
+  }
+
+  Weight w_;
+  Array data_;
+  std::optional<Array> table_, tensor_scale_;
+  nb::object scales_, offsets_;  // kept alive: the weight points into them
+};
+
+}  // namespace
+}  // namespace pq
+
+NB_MODULE(_native, m) {
+  using pq::Matrix;
+  nb::set_leak_warnings(false);  // tensors that live until the interpreter ends are no leak
+  m.doc() = "Compiled kernels over the canonical bytes. Private: polyquant.backends.native calls it.";
+  m.def("targets", &pq::targets, "Instruction sets that this processor has, the fastest first.");
+  m.def("target", [] { return std::string(pq::chosen.load()->name); }, "The one in use.");
+  m.def("set_target", &pq::set_target, nb::arg("name"), "Use another one, for tests.");
+  m.def("num_threads", [] { return pq::num_threads.load(); });
+  m.def("set_num_threads", &pq::set_num_threads, nb::arg("count"));
+  nb::class_<Matrix>(m, "Matrix", "A stored weight: lines of packed codes and their scales.")
+      .def(nb::init<pq::Array, const std::vector<int64_t>&, const std::vector<int64_t>&, int, int,
+                    int, bool, const std::vector<uint32_t>&, std::optional<pq::Array>, nb::object,
+                    int, std::optional<pq::Array>, nb::object, int, int>(),
+           nb::arg("data"), nb::arg("shape"), nb::arg("block"), nb::arg("bits"),
+           nb::arg("value_bits"), nb::arg("kind"), nb::arg("is_signed"), nb::arg("minifloat"),
+           nb::arg("table").none(), nb::arg("scales"), nb::arg("scale_number"),
+           nb::arg("tensor_scale").none(), nb::arg("offsets").none(), nb::arg("offset_number"),
+           nb::arg("offset_kind"))
+      .def("decode", &Matrix::decode, nb::arg("out"), nb::arg("threads"))
+      .def("matmul", &Matrix::matmul, nb::arg("x"), nb::arg("out"), nb::arg("along_k"),
+           nb::arg("first_line"), nb::arg("count"), nb::arg("threads"));
+}

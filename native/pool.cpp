@@ -1,0 +1,113 @@
+#include "pool.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace pq {
+namespace {
+
+class Pool {
+ public:
+  Pool() : owner_(getpid()) {}
+
+  ~Pool() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+  }
+
+  bool is_of_this_process() const { return owner_ == getpid(); }
+
+  void run(int64_t count, int threads, const std::function<void(int64_t)>& task) {
+    const int helpers = threads - 1;
+    {
+      std::lock_guard lock(mutex_);
+      while (static_cast<int>(workers_.size()) < helpers)
+        workers_.emplace_back([this, index = static_cast<int>(workers_.size())] { work(index); });
+      task_ = &task;
+      count_ = count;
+      next_.store(0, std::memory_order_relaxed);
+      wanted_ = helpers;
+      running_ = helpers;
+      ++generation_;
+    }
+    wake_.notify_all();
+    take_tasks();
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [this] { return running_ == 0; });
+    task_ = nullptr;
+  }
+
+  std::mutex busy;  // held by the caller whose work is running
+
+ private:
+  void take_tasks() {
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) (*task_)(i);
+  }
+
+  void work(int index) {
+    uint64_t seen = 0;
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return stopping_ || (generation_ != seen && index < wanted_); });
+      if (stopping_) return;
+      seen = generation_;
+      lock.unlock();
+      take_tasks();
+      lock.lock();
+      if (--running_ == 0) done_.notify_one();
+    }
+  }
+
+  const pid_t owner_;
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::vector<std::thread> workers_;
+  const std::function<void(int64_t)>* task_ = nullptr;
+  int64_t count_ = 0;
+  std::atomic<int64_t> next_{0};
+  int wanted_ = 0, running_ = 0;
+  uint64_t generation_ = 0;
+  bool stopping_ = false;
+};
+
+// Never destroyed at exit, where its threads may be gone already; left behind by a forked child,
+// whose threads do not exist.
+Pool& pool() {
+  static std::atomic<Pool*> current{nullptr};
+  static std::mutex making;
+  Pool* found = current.load(std::memory_order_acquire);
+  if (found && found->is_of_this_process()) return *found;
+  std::lock_guard lock(making);
+  found = current.load(std::memory_order_acquire);
+  if (!found || !found->is_of_this_process()) {
+    found = new Pool();
+    current.store(found, std::memory_order_release);
+  }
+  return *found;
+}
+
+}  // namespace
+
+void parallel_for(int64_t count, int threads, const std::function<void(int64_t)>& task) {
+  if (threads > 1 && count > 1) {
+    Pool& workers = pool();
+    std::unique_lock mine(workers.busy, std::try_to_lock);
+    if (mine.owns_lock()) {
+      workers.run(count, threads < count ? threads : static_cast<int>(count), task);
+      return;
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) task(i);
+}
+
+}  // namespace pq

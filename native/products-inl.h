@@ -1,0 +1,347 @@
+// Products of float activations and a stored weight, accumulated in float32.
+//
+// Two techniques. `dot`: few rows of x, lines along k: a line's codes are decoded in registers and
+// multiplied at once, so that memory is read once, as it lies. `panel_*`: many rows, or lines along
+// n: a panel of the weight is decoded into the cache and multiplied from there by one tile kernel.
+#pragma once
+
+namespace pq::PQ_TARGET {
+
+constexpr int kDotRows = 4;
+constexpr int kPanelLines = 96;   // lines of a panel: a multiple of every tile's height
+constexpr int kPanelDepth = 256;  // of k
+constexpr int kPanelColumns = 2 * kWidth;
+constexpr int kChunk = 256;     // columns of a panel whose lines lie along n
+
+// -- x ----------------------------------------------------------------------------------------
+
+PQ_INLINE float float_at(const Activations& x, int64_t row, int64_t column) {
+  const int64_t at = row * x.row_stride + column * x.column_stride;
+  if (x.type == Float::kF32) return static_cast<const float*>(x.data)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(x.data)[at];
+  uint16_t some[kWidth] = {bits};
+  alignas(64) float out[kWidth];
+  store(out, x.type == Float::kF16 ? from_f16(some) : from_bf16(some));
+  return out[0];
+}
+
+inline void row_of(const Activations& x, int64_t row, int64_t start, int64_t count, float* out) {
+  if (x.column_stride != 1) {
+    for (int64_t i = 0; i < count; ++i) out[i] = float_at(x, row, start + i);
+    return;
+  }
+  const int64_t at = row * x.row_stride + start;
+  if (x.type == Float::kF32) {
+    std::memcpy(out, static_cast<const float*>(x.data) + at, 4 * static_cast<size_t>(count));
+    return;
+  }
+  const uint16_t* p = static_cast<const uint16_t*>(x.data) + at;
+  const bool is_half = x.type == Float::kF16;
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth)
+    store(out + i, is_half ? from_f16(p + i) : from_bf16(p + i));
+  for (; i < count; ++i) out[i] = float_at(x, row, start + i);
+}
+
+inline void pack_rows(const Activations& x, int64_t first, int64_t last, const Packed& to) {
+  for (int64_t row = first; row < last; ++row) {
+    float* out = to.data + row * to.stride;
+    const int64_t columns = row < x.rows ? x.columns : 0;
+    if (columns) row_of(x, row, 0, columns, out);
+    std::memset(out + columns, 0, 4 * static_cast<size_t>(to.stride - columns));
+  }
+}
+
+inline void pack_panels(const Activations& x, int64_t first, int64_t last, int columns,
+                        const Packed& to) {
+  alignas(64) float row[kSegment];
+  for (int64_t panel = first; panel < last; ++panel) {
+    float* out = to.data + panel * to.stride;
+    for (int64_t k = 0; k < x.columns; k += kSegment) {
+      const int64_t count = min64(kSegment, x.columns - k);
+      for (int m = 0; m < columns; ++m) {
+        const int64_t from = panel * columns + m;
+        if (from < x.rows)
+          row_of(x, from, k, count, row);
+        else
+          std::memset(row, 0, sizeof row);
+        for (int64_t i = 0; i < count; ++i) out[(k + i) * columns + m] = row[i];
+      }
+    }
+  }
+}
+
+// -- few rows ---------------------------------------------------------------------------------
+
+constexpr int64_t kLongestGrid = 2048;  // entries of a line of scales held at once
+
+// The weights whose codes are multiplied in registers; others are decoded to a buffer first.
+PQ_INLINE bool is_fused(const Weight& w) {
+  const bool common = (w.kind == Kind::kTable16 && w.bits <= 4) || w.kind == Kind::kInteger ||
+                      (w.kind == Kind::kMinifloat && w.value_bits == 8 &&
+                       w.offset_kind == OffsetKind::kNone);
+  return kWalks && vectors_per_scale(w) && common && w.grid_length <= kLongestGrid;
+}
+
+// kLines lines at once against kRows rows of x (lines share what is read of x).
+template <int kLines, int kRows>
+struct Sums {
+  static constexpr int kEach = kLines * kRows == 1 ? 4 : kLines * kRows <= 4 ? 2 : 1;
+  F at[kLines][kRows][kEach];
+};
+
+// Whole groups of kLines lines, with walkers; the rest is left to the caller.
+template <int kLines, int kRows, class W>
+PQ_INLINE void dot_groups(W (&walkers)[kLines], int64_t groups, const float* x, int64_t x_stride,
+                          Sums<kLines, kRows>& sums) {
+  constexpr int kEach = Sums<kLines, kRows>::kEach;
+  for (int64_t g = 0; g < groups; ++g) {
+#pragma GCC unroll 2
+    for (int l = 0; l < kLines; ++l) {
+      prefetch(walkers[l].p + 1024);
+      walkers[l].begin_group();
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      F v[kLines];
+#pragma GCC unroll 2
+      for (int l = 0; l < kLines; ++l) v[l] = walkers[l].next(j);
+#pragma GCC unroll 4
+      for (int m = 0; m < kRows; ++m) {
+        const F right = load(x + m * x_stride);
+#pragma GCC unroll 2
+        for (int l = 0; l < kLines; ++l)
+          sums.at[l][m][j % kEach] = fma(v[l], right, sums.at[l][m][j % kEach]);
+      }
+      x += kWidth;
+    }
+  }
+}
+
+struct DotScratch {
+  alignas(64) float scale[2][kLongestGrid + 64];
+  alignas(64) float offset[2][kLongestGrid + 64];
+  alignas(64) float values[kSegment + 64];
+};
+
+// Elements of a line from `at` on, by way of a buffer.
+template <int kRows>
+__attribute__((noinline)) void dot_rest(const Weight& w, int64_t line, int64_t at, const Packed& x, float* values,
+                        F (&sums)[kRows]) {
+  for (; at < w.length; at += kSegment) {
+    const int64_t count = min64(kSegment, w.length - at);
+    decode_segment(w, line, at, count, values);
+    const int64_t rest = count % kWidth;
+    if (rest) store(values + count - rest, keep(load(values + count - rest), static_cast<int>(rest)));
+    for (int64_t i = 0; i < count; i += kWidth) {
+      const F v = load(values + i);
+#pragma GCC unroll 4
+      for (int m = 0; m < kRows; ++m) sums[m] = fma(v, load(x.data + m * x.stride + at + i), sums[m]);
+    }
+  }
+}
+
+PQ_INLINE void write_sum(const Output& y, int64_t at, float total) {
+  uint16_t narrow_sum[kWidth];
+  if (y.type == Float::kF32) {
+    static_cast<float*>(y.data)[at] = total;
+  } else {
+    y.type == Float::kF16 ? to_f16(narrow_sum, set1(total)) : to_bf16(narrow_sum, set1(total));
+    static_cast<uint16_t*>(y.data)[at] = narrow_sum[0];
+  }
+}
+
+template <int kLines, int kRows, class At>
+PQ_INLINE void dot_lines(const Weight& w, const At& walker_at, const Packed& x, int64_t rows,
+                         int64_t first_line, int64_t n, DotScratch& scratch, const Output& y) {
+  Sums<kLines, kRows> sums;
+  for (auto& line : sums.at)
+    for (auto& row : line)
+      for (auto& sum : row) sum = zero();
+  bool walks = true;
+  int64_t readable = w.length;
+  for (int l = 0; l < kLines; ++l) {
+    const int64_t line = first_line + n + l, row = w.grid_row(line);
+    grid_line(w.scale, w.grid_length, row, 0, w.grid_length, scratch.scale[l]);
+    walks &= !has_zero(w.scale, w.grid_length, row, 0, w.grid_length);
+    if (w.offset_kind != OffsetKind::kNone)
+      grid_line(w.offset, w.grid_length, row, 0, w.grid_length, scratch.offset[l]);
+    // The last bytes of all are left to the buffer, which may be read beyond its end.
+    const int64_t bytes = static_cast<int64_t>(w.size_bytes) - line * w.line_bytes - kOverread;
+    readable = min64(readable, max64(bytes, 0) * 8 / w.bits);
+  }
+  const int64_t groups = walks ? readable / kGroup : 0;
+  const auto walker = [&](int l) PQ_INLINE_LAMBDA {
+    return walker_at(w.data + (first_line + n + l) * w.line_bytes, scratch.scale[l],
+                     scratch.offset[l]);
+  };
+  if constexpr (kLines == 1) {
+    decltype(walker(0)) walkers[1] = {walker(0)};
+    dot_groups(walkers, groups, x.data, x.stride, sums);
+  } else {
+    decltype(walker(0)) walkers[2] = {walker(0), walker(1)};
+    dot_groups(walkers, groups, x.data, x.stride, sums);
+  }
+  for (int l = 0; l < kLines; ++l) {
+    F all[kRows];
+    for (int m = 0; m < kRows; ++m) {
+      all[m] = sums.at[l][m][0];
+      for (int j = 1; j < Sums<kLines, kRows>::kEach; ++j) all[m] = add(all[m], sums.at[l][m][j]);
+    }
+    dot_rest(w, first_line + n + l, groups * kGroup, x, scratch.values, all);
+    for (int m = 0; m < kRows && m < rows; ++m) write_sum(y, m * y.row_stride + n + l, sum(all[m]));
+  }
+}
+
+template <int kRows>
+__attribute__((noinline)) void dot_line_by_buffer(const Weight& w, int64_t first_line, int64_t n,
+                                                  const Packed& x, int64_t rows, float* values,
+                                                  const Output& y) {
+  F sums[kRows];
+  for (auto& sum : sums) sum = zero();
+  dot_rest(w, first_line + n, 0, x, values, sums);
+  for (int m = 0; m < kRows && m < rows; ++m) write_sum(y, m * y.row_stride + n, sum(sums[m]));
+}
+
+template <int kLines, int kRows>
+inline void dot_of(const Weight& w, const Packed& x, int64_t rows, int64_t first_line,
+                   int64_t first, int64_t last, const Output& y) {
+  DotScratch scratch;
+  if (!is_fused(w)) {
+    for (int64_t n = first; n < last; ++n)
+      dot_line_by_buffer<kRows>(w, first_line, n, x, rows, scratch.values, y);
+    return;
+  }
+  const auto lines = [&](const auto& fetch, const auto& number) PQ_INLINE_LAMBDA {
+    with_walker(w, fetch, number, 0, [&](const auto& walker_at) PQ_INLINE_LAMBDA {
+      int64_t n = first;
+      for (; n + kLines <= last; n += kLines)
+        dot_lines<kLines, kRows>(w, walker_at, x, rows, first_line, n, scratch, y);
+      for (; n < last; ++n) dot_line_by_buffer<kRows>(w, first_line, n, x, rows, scratch.values, y);
+    });
+  };
+  with_decoder(w, [&](const auto& fetch, const auto& number, auto is_common) PQ_INLINE_LAMBDA {
+    if constexpr (decltype(is_common)::value) lines(fetch, number);
+  });
+}
+
+inline void dot(const Weight& w, const Packed& x, int64_t rows, int64_t first_line, int64_t first,
+                int64_t last, const Output& y) {
+  [[maybe_unused]] const FlushSubnormals mode;
+  if (rows == 1)
+    dot_of<1, 1>(w, x, rows, first_line, first, last, y);
+  else
+    dot_of<2, kDotRows>(w, x, rows, first_line, first, last, y);
+}
+
+// -- many rows --------------------------------------------------------------------------------
+
+// c[r, :] += sum over k of a[r, k] * b[k, :], for kRows rows and kVectors vectors.
+template <int kRows, int kVectors>
+PQ_INLINE void tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
+                    int64_t depth, float* c, int64_t c_stride) {
+  F acc[kRows][kVectors];
+#pragma GCC unroll 24
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = load(c + r * c_stride + v * kWidth);
+  for (int64_t k = 0; k < depth; ++k) {
+    F right[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) right[v] = load(b + k * b_stride + v * kWidth);
+#pragma GCC unroll 24
+    for (int r = 0; r < kRows; ++r) {
+      const F left = set1(a[r * a_stride + k]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = fma(left, right[v], acc[r][v]);
+    }
+  }
+#pragma GCC unroll 24
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) store(c + r * c_stride + v * kWidth, acc[r][v]);
+}
+
+// All rows of a by one panel of b: tiles of kTileRows rows, then what is left.
+template <int kVectors>
+inline void tiles(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
+                  int64_t depth, float* c, int64_t c_stride) {
+  constexpr int kRows = kVectors == 2 ? kTileRows : 12;
+  int64_t r = 0;
+  for (; r + kRows <= rows; r += kRows)
+    tile<kRows, kVectors>(a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride);
+  for (; r + 4 <= rows; r += 4)
+    tile<4, kVectors>(a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride);
+  for (; r < rows; ++r)
+    tile<1, kVectors>(a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride);
+}
+
+// scratch: kPanelLines * kPanelDepth values, then kPanelLines rows of all columns of x.
+inline void panel_rows(const Weight& w, const Packed& x, int64_t rows, int columns,
+                       int64_t first_line, int64_t first, int64_t last, float* scratch,
+                       const Output& y) {
+  [[maybe_unused]] const FlushSubnormals mode;
+  const int64_t panels = (rows + columns - 1) / columns, stride = panels * columns;
+  float* const sums = scratch + kPanelLines * (kPanelDepth + 16);
+  alignas(64) float out[kPanelLines];
+  for (int64_t n = first; n < last; n += kPanelLines) {
+    const int64_t lines = min64(kPanelLines, last - n);
+    std::memset(sums, 0, 4 * static_cast<size_t>(lines * stride));
+    for (int64_t k = 0; k < w.length; k += kPanelDepth) {
+      const int64_t depth = min64(kPanelDepth, w.length - k);
+      decode_lines(w, first_line + n, lines, k, depth, scratch, kPanelDepth + 16);
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        const float* b = x.data + panel * x.stride + k * columns;
+        float* c = sums + panel * columns;
+        if (columns == kWidth)
+          tiles<1>(lines, scratch, kPanelDepth + 16, b, columns, depth, c, stride);
+        else
+          tiles<2>(lines, scratch, kPanelDepth + 16, b, columns, depth, c, stride);
+      }
+    }
+    for (int64_t m = 0; m < rows; ++m) {
+      for (int64_t i = 0; i < lines; ++i) out[i] = sums[i * stride + m];
+      write_row(out, lines, y, m * y.row_stride + n);
+    }
+  }
+}
+
+// scratch: kPanelDepth * kChunk values, then `rows` rows of kChunk sums.
+inline void panel_columns(const Weight& w, const Packed& x, int64_t rows, int64_t first_line,
+                          int64_t depth, int64_t first, int64_t last, float* scratch,
+                          const Output& y) {
+  [[maybe_unused]] const FlushSubnormals mode;
+  float* const sums = scratch + kPanelDepth * kChunk;
+  constexpr int64_t kLinesAtOnce = 8;
+  alignas(64) float values[kLinesAtOnce * kChunk + 64];
+  for (int64_t n = first; n < last; n += kChunk) {
+    const int64_t columns = min64(kChunk, last - n);
+    const int64_t panels = (columns + kPanelColumns - 1) / kPanelColumns;
+    std::memset(sums, 0, 4 * static_cast<size_t>(rows * kChunk));
+    for (int64_t k0 = 0; k0 < depth; k0 += kPanelDepth) {
+      const int64_t count = min64(kPanelDepth, depth - k0);
+      for (int64_t k = 0; k < count; k += kLinesAtOnce) {
+        const int64_t lines = min64(kLinesAtOnce, count - k);
+        for (int64_t i = 0; i < lines; ++i) {
+          const uint8_t* next = w.data + (first_line + k0 + k + kLinesAtOnce + i) * w.line_bytes;
+          for (int64_t byte = n * w.bits / 8; byte < (n + columns) * w.bits / 8; byte += 64)
+            prefetch(next + byte);
+        }
+        decode_lines(w, first_line + k0 + k, lines, n, columns, values, kChunk);
+        for (int64_t i = 0; i < lines; ++i)
+          for (int64_t panel = 0; panel < panels; ++panel) {
+            float* to = scratch + (panel * kPanelDepth + k + i) * kPanelColumns;
+            const float* from = values + i * kChunk + panel * kPanelColumns;
+            store(to, load(from));
+            store(to + kWidth, load(from + kWidth));
+          }
+      }
+      for (int64_t panel = 0; panel < panels; ++panel)
+        tiles<2>(rows, x.data + k0, x.stride, scratch + panel * kPanelDepth * kPanelColumns,
+                 kPanelColumns, count, sums + panel * kPanelColumns, kChunk);
+    }
+    for (int64_t m = 0; m < rows; ++m) write_row(sums + m * kChunk, columns, y, m * y.row_stride + n);
+  }
+}
+
+}  // namespace pq::PQ_TARGET

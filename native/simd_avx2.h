@@ -1,0 +1,227 @@
+// AVX2, FMA and F16C (Haswell, Zen 1 and later): 8 lanes.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "weight.h"
+
+namespace pq::PQ_TARGET {
+
+constexpr int kWidth = 8;
+constexpr int kTileRows = 6;
+constexpr bool kWalks = true;
+using F = __m256;
+using I = __m256i;
+
+inline F load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, F v) { _mm256_storeu_ps(p, v); }
+inline F set1(float v) { return _mm256_set1_ps(v); }
+inline F zero() { return _mm256_setzero_ps(); }
+inline F add(F a, F b) { return _mm256_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+inline float sum(F v) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+inline I lanes() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+inline I first(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes()); }
+inline F keep(F v, int n) { return _mm256_and_ps(v, _mm256_castsi256_ps(first(n))); }
+inline void store_part(float* p, F v, int n) { _mm256_maskstore_ps(p, first(n), v); }
+
+inline F from_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline F from_bf16(const uint16_t* p) {
+  const I wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline I bytes(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
+inline F from_u8(const uint8_t* p) { return _mm256_cvtepi32_ps(bytes(p)); }
+inline F from_ue8m0(const uint8_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(bytes(p), 23));
+}
+inline void to_f16(uint16_t* p, F v) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+// The low halves of 8 lanes, whose upper halves are zero.
+inline __m128i narrow(I v) {
+  return _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+}
+inline void to_bf16(uint16_t* p, F v) {
+  const I bits = _mm256_castps_si256(v);
+  const I odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const I up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const I quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const F chosen = _mm256_blendv_ps(_mm256_castsi256_ps(up), _mm256_castsi256_ps(quiet),
+                                    _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  _mm_storeu_si128((__m128i*)p, narrow(_mm256_srli_epi32(_mm256_castps_si256(chosen), 16)));
+}
+
+// -- codes ------------------------------------------------------------------------------------
+
+// Up to 4 bits: 8 codes lie in one 32-bit word.
+struct Small {
+  I shifts;
+  int64_t step;
+  explicit Small(int bits) : shifts(_mm256_mullo_epi32(lanes(), _mm256_set1_epi32(bits))), step(bits) {}
+  I operator()(const uint8_t* p) const {
+    int32_t word;
+    std::memcpy(&word, p, 4);
+    return _mm256_srlv_epi32(_mm256_set1_epi32(word), shifts);
+  }
+};
+
+// For every width, the two bytes of a word that hold each lane's code, and where it begins there.
+struct Controls {
+  alignas(32) uint8_t from[9][32] = {};
+  alignas(32) int32_t by[9][8] = {};
+  constexpr Controls() {
+    for (int bits = 1; bits <= 8; ++bits)
+      for (int lane = 0; lane < 8; ++lane) {
+        const int at = bits * lane;
+        by[bits][lane] = at % 8;
+        for (int byte = 0; byte < 4; ++byte) {
+          const int wanted = at / 8 + byte;
+          from[bits][4 * lane + byte] =
+              static_cast<uint8_t>(byte < 2 && wanted < 8 ? wanted : 0x80);
+        }
+      }
+  }
+};
+inline constexpr Controls kControls;
+
+// 5 to 7 bits: 8 codes lie in one 64-bit word.
+struct Large {
+  I bytes, shifts;
+  int64_t step;
+  explicit Large(int bits)
+      : bytes(_mm256_load_si256((const I*)kControls.from[bits])),
+        shifts(_mm256_load_si256((const I*)kControls.by[bits])),
+        step(bits) {}
+  I operator()(const uint8_t* p) const {
+    int64_t word;
+    std::memcpy(&word, p, 8);
+    return _mm256_srlv_epi32(_mm256_shuffle_epi8(_mm256_set1_epi64x(word), bytes), shifts);
+  }
+};
+
+struct Byte {
+  int64_t step = 8;
+  explicit Byte(int) {}
+  I operator()(const uint8_t* p) const { return bytes(p); }
+};
+
+// Bytes, sign-extended to 16 bits, for Float8.
+struct Word {
+  int64_t step = 8;
+  __m128i operator()(const uint8_t* p) const {
+    return _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
+  }
+};
+
+// -- numbers ----------------------------------------------------------------------------------
+
+struct Table16 {
+  F low, high;
+  explicit Table16(const float* table) : low(load(table)), high(load(table + 8)) {}
+  F operator()(I codes) const {
+    const F upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));  // bit 3 as the sign
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes),
+                            _mm256_permutevar8x32_ps(high, codes), upper);
+  }
+};
+
+struct Integer {
+  __m128i shift;
+  bool is_signed;
+  Integer(int bits, bool is_signed) : shift(_mm_cvtsi32_si128(32 - bits)), is_signed(is_signed) {}
+  F operator()(I codes) const {
+    const I top = _mm256_sll_epi32(codes, shift);
+    return _mm256_cvtepi32_ps(is_signed ? _mm256_sra_epi32(top, shift) : _mm256_srl_epi32(top, shift));
+  }
+};
+
+struct Mini {
+  I sign_mask, rest_mask, nan_code;
+  __m128i sign_shift, rest_shift;
+  F power;
+  bool has_nan;
+  explicit Mini(const Minifloat& m)
+      : sign_mask(_mm256_set1_epi32((int)m.sign_mask)),
+        rest_mask(_mm256_set1_epi32((int)m.rest_mask)),
+        nan_code(_mm256_set1_epi32((int)m.nan_code)),
+        sign_shift(_mm_cvtsi32_si128(m.sign_shift)),
+        rest_shift(_mm_cvtsi32_si128(m.rest_shift)),
+        power(set1(m.power)),
+        has_nan(m.nan_code != 0) {}
+  F operator()(I codes) const {
+    const I rest = _mm256_and_si256(codes, rest_mask);
+    const I sign = _mm256_sll_epi32(_mm256_and_si256(codes, sign_mask), sign_shift);
+    const I half = _mm256_or_si256(sign, _mm256_sll_epi32(rest, rest_shift));
+    const F number = mul(_mm256_cvtph_ps(narrow(half)), power);
+    if (!has_nan) return number;
+    const F nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
+    return _mm256_blendv_ps(number, nan, _mm256_castsi256_ps(_mm256_cmpeq_epi32(rest, nan_code)));
+  }
+};
+
+// Minifloats of a byte: moved to float16's places in 16-bit lanes.
+struct Float8 {
+  __m128i keep, nan_code, shift;
+  F power;
+  bool has_nan;
+  explicit Float8(const Minifloat& m)
+      : keep(_mm_set1_epi16((short)(0x8000 | m.rest_mask << m.rest_shift))),
+        nan_code(_mm_set1_epi16((short)(m.nan_code << m.rest_shift << 1))),
+        shift(_mm_cvtsi32_si128(m.rest_shift)),
+        power(set1(m.power)),
+        has_nan(m.nan_code != 0) {}
+  F operator()(__m128i codes) const {
+    __m128i half = _mm_and_si128(_mm_sll_epi16(codes, shift), keep);
+    if (has_nan)
+      half = _mm_or_si128(half, _mm_and_si128(_mm_cmpeq_epi16(_mm_slli_epi16(half, 1), nan_code),
+                                              _mm_set1_epi16(0x7e00)));
+    return mul(_mm256_cvtph_ps(half), power);
+  }
+};
+
+struct Table256 {
+  const float* table;
+  I mask;
+  Table256(const float* table, int bits) : table(table), mask(_mm256_set1_epi32((1 << bits) - 1)) {}
+  F operator()(I codes) const { return _mm256_i32gather_ps(table, _mm256_and_si256(codes, mask), 4); }
+};
+
+// The scales of the blocks that share a vector, each as often as its block is long.
+struct Spread {
+  I from;
+  explicit Spread(int block) {
+    alignas(32) int32_t at[8];
+    for (int lane = 0; lane < 8; ++lane) at[lane] = lane / block;
+    from = _mm256_load_si256((const I*)at);
+  }
+  F operator()(const float* scales) const {
+    return _mm256_permutevar8x32_ps(load(scales), from);
+  }
+};
+
+class FlushSubnormals {
+ public:
+  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(before_); }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+
+ private:
+  unsigned before_;
+};
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace pq::PQ_TARGET

@@ -1,0 +1,212 @@
+// AVX-512 with VBMI (Ice Lake, Zen 4 and later): 16 lanes, fields of any width by one multishift.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "weight.h"
+
+namespace pq::PQ_TARGET {
+
+constexpr int kWidth = 16;
+constexpr int kTileRows = 12;  // accumulators of a product tile: kTileRows x 2 vectors
+constexpr bool kWalks = true;  // common decoders have loops of their own
+using F = __m512;
+using I = __m512i;
+
+inline F load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+inline F set1(float v) { return _mm512_set1_ps(v); }
+inline F zero() { return _mm512_setzero_ps(); }
+inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline float sum(F v) { return _mm512_reduce_add_ps(v); }
+
+inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
+inline F keep(F v, int n) { return _mm512_maskz_mov_ps(first(n), v); }
+inline void store_part(float* p, F v, int n) { _mm512_mask_storeu_ps(p, first(n), v); }
+
+inline F from_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline F from_bf16(const uint16_t* p) {
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+inline F from_u8(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+inline F from_ue8m0(const uint8_t* p) {
+  const I bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(bytes, 23));
+}
+inline void to_f16(uint16_t* p, F v) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+inline void to_bf16(uint16_t* p, F v) {
+  const I bits = _mm512_castps_si512(v);
+  const I odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  I up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  up = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
+}
+
+// -- codes: kWidth of them in natural order, one a lane; bits above the field are anything --------
+
+// Where the fields of a word begin, in bits, for every width: one byte of each 32-bit lane.
+struct Controls {
+  alignas(64) uint8_t at[9][64] = {};
+  constexpr Controls(int per_word) {
+    for (int bits = 1; bits <= 8; ++bits)
+      for (int lane = 0; lane < 16; ++lane)
+        at[bits][4 * lane] = static_cast<uint8_t>(bits * (lane % per_word) % 64);
+  }
+};
+inline constexpr Controls kInOneWord(16), kInTwoWords(8);
+
+// Up to 4 bits: 16 codes lie in one 64-bit word.
+struct Small {
+  I control;
+  int64_t step;  // bytes of kWidth codes
+  explicit Small(int bits) : control(_mm512_load_si512(kInOneWord.at[bits])), step(2 * bits) {}
+  I operator()(const uint8_t* p) const {
+    uint64_t word;
+    std::memcpy(&word, p, 8);
+    return _mm512_multishift_epi64_epi8(control, _mm512_set1_epi64((long long)word));
+  }
+};
+
+// 5 to 7 bits: 8 codes lie in one 64-bit word.
+struct Large {
+  I control;
+  int64_t step, half;
+  explicit Large(int bits)
+      : control(_mm512_load_si512(kInTwoWords.at[bits])), step(2 * bits), half(bits) {}
+  I operator()(const uint8_t* p) const {
+    uint64_t low, high;
+    std::memcpy(&low, p, 8);
+    std::memcpy(&high, p + half, 8);
+    const I both = _mm512_mask_set1_epi64(_mm512_set1_epi64((long long)low), 0xf0, (long long)high);
+    return _mm512_multishift_epi64_epi8(control, both);
+  }
+};
+
+struct Byte {
+  int64_t step = 16;
+  explicit Byte(int) {}
+  I operator()(const uint8_t* p) const {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  }
+};
+
+// Bytes, sign-extended to 16 bits, for Float8.
+struct Word {
+  int64_t step = 16;
+  __m256i operator()(const uint8_t* p) const {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+  }
+};
+
+// -- numbers ----------------------------------------------------------------------------------
+
+struct Table16 {
+  F entries;
+  explicit Table16(const float* table) : entries(load(table)) {}
+  F operator()(I codes) const { return _mm512_permutexvar_ps(codes, entries); }
+};
+
+struct Integer {
+  __m128i shift;
+  bool is_signed;
+  Integer(int bits, bool is_signed) : shift(_mm_cvtsi32_si128(32 - bits)), is_signed(is_signed) {}
+  F operator()(I codes) const {
+    const I top = _mm512_sll_epi32(codes, shift);
+    return _mm512_cvtepi32_ps(is_signed ? _mm512_sra_epi32(top, shift) : _mm512_srl_epi32(top, shift));
+  }
+};
+
+struct Mini {
+  I sign_mask, rest_mask, nan_code;
+  __m128i sign_shift, rest_shift;
+  F power;
+  bool has_nan;
+  explicit Mini(const Minifloat& m)
+      : sign_mask(_mm512_set1_epi32((int)m.sign_mask)),
+        rest_mask(_mm512_set1_epi32((int)m.rest_mask)),
+        nan_code(_mm512_set1_epi32((int)m.nan_code)),
+        sign_shift(_mm_cvtsi32_si128(m.sign_shift)),
+        rest_shift(_mm_cvtsi32_si128(m.rest_shift)),
+        power(set1(m.power)),
+        has_nan(m.nan_code != 0) {}
+  F operator()(I codes) const {
+    const I rest = _mm512_and_si512(codes, rest_mask);
+    const I sign = _mm512_sll_epi32(_mm512_and_si512(codes, sign_mask), sign_shift);
+    const I half = _mm512_or_si512(sign, _mm512_sll_epi32(rest, rest_shift));
+    const F number = mul(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(half)), power);
+    if (!has_nan) return number;
+    return _mm512_mask_mov_ps(number, _mm512_cmpeq_epi32_mask(rest, nan_code),
+                              _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
+  }
+};
+
+// Minifloats of a byte: moved to float16's places in 16-bit lanes.
+struct Float8 {
+  __m256i keep, nan_code;
+  __m128i shift;
+  F power;
+  bool has_nan;
+  explicit Float8(const Minifloat& m)
+      : keep(_mm256_set1_epi16((short)(0x8000 | m.rest_mask << m.rest_shift))),
+        nan_code(_mm256_set1_epi16((short)(m.nan_code << m.rest_shift))),
+        shift(_mm_cvtsi32_si128(m.rest_shift)),
+        power(set1(m.power)),
+        has_nan(m.nan_code != 0) {}
+  F operator()(__m256i codes) const {
+    __m256i half = _mm256_and_si256(_mm256_sll_epi16(codes, shift), keep);
+    if (has_nan) {
+      const __mmask16 nan = _mm256_cmpeq_epi16_mask(_mm256_slli_epi16(half, 1), _mm256_slli_epi16(nan_code, 1));
+      half = _mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7e00));
+    }
+    return mul(_mm512_cvtph_ps(half), power);
+  }
+};
+
+struct Table256 {
+  const float* table;
+  I mask;
+  Table256(const float* table, int bits) : table(table), mask(_mm512_set1_epi32((1 << bits) - 1)) {}
+  F operator()(I codes) const {
+    return _mm512_i32gather_ps(_mm512_and_si512(codes, mask), table, 4);
+  }
+};
+
+// The scales of the blocks that share a vector, each as often as its block is long.
+struct Spread {
+  I lanes;
+  explicit Spread(int block) {
+    alignas(64) int32_t at[16];
+    for (int lane = 0; lane < 16; ++lane) at[lane] = lane / block;
+    lanes = _mm512_load_si512(at);
+  }
+  F operator()(const float* scales) const { return _mm512_permutexvar_ps(lanes, load(scales)); }
+};
+
+// Results and inputs below the smallest normal float32 are zeros, as the contract has it.
+class FlushSubnormals {
+ public:
+  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(before_); }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+
+ private:
+  unsigned before_;
+};
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace pq::PQ_TARGET

@@ -1,0 +1,118 @@
+// What a stored weight is to the kernels: views of the canonical bytes, nothing copied.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pq {
+
+// How a code becomes a number (before any scale).
+enum class Kind : uint8_t {
+  kTable16,    // up to 4 bits: one of 16 entries, whatever they mean
+  kInteger,    // 5 to 8 bits
+  kMinifloat,  // 6 and 8 bits, through float16
+  kTable256,   // 5 to 8 bits: an entry of a table
+};
+
+enum class Number : uint8_t { kF32, kF16, kBF16, kUE8M0, kE4M3, kU8, kNested };
+
+enum class OffsetKind : uint8_t { kNone, kZeroPoint, kBias };
+
+// A minifloat's bits moved to where float16 has them, and the power of two between the two.
+struct Minifloat {
+  uint32_t sign_mask, rest_mask;
+  int sign_shift, rest_shift;
+  float power;
+  uint32_t nan_code;  // the magnitude that stands for NaN where float16 has a number (e4m3), or 0
+};
+
+struct Weight;
+
+// Scales or offsets: one number per block, row-major.
+struct Grid {
+  Number number = Number::kF32;
+  const uint8_t* data = nullptr;
+  const Weight* nested = nullptr;
+  const float* tensor_scale = nullptr;  // multiplies every entry, or null
+};
+
+constexpr int kMaxRank = 8;
+
+// A matrix of `lines` lines of `length` codes, packed along the line. Leading axes are flattened;
+// `extent` and `block` keep their shape, because blocks may span them.
+struct Weight {
+  const uint8_t* data = nullptr;
+  size_t size_bytes = 0;
+  int64_t lines = 0, length = 0, line_bytes = 0;
+  int bits = 8;          // of a stored code: 8 in a native store
+  Kind kind = Kind::kTable16;
+  bool is_signed = false;
+  int value_bits = 8;
+  Minifloat minifloat{};
+  const float* table = nullptr;  // 2**value_bits entries (tables, and numbers of up to 4 bits)
+  Grid scale, offset;
+  OffsetKind offset_kind = OffsetKind::kNone;
+  int64_t block = 1;             // along the line
+  int64_t grid_length = 1;       // blocks of a line
+  int leading = 0;               // axes before the line
+  int64_t extent[kMaxRank] = {}, lead_block[kMaxRank] = {}, grid_extent[kMaxRank] = {};
+
+  // The row of the grid that a line's blocks lie in.
+  int64_t grid_row(int64_t line) const {
+    int64_t row = 0, stride = 1;
+    for (int axis = leading - 1; axis >= 0; --axis) {
+      const int64_t at = line % extent[axis];
+      line /= extent[axis];
+      row += at / lead_block[axis] * stride;
+      stride *= grid_extent[axis];
+    }
+    return row;
+  }
+};
+
+enum class Float : uint8_t { kF32, kF16, kBF16 };
+
+// A float matrix: strides count elements.
+struct Activations {
+  const void* data;
+  Float type;
+  int64_t rows, columns, row_stride, column_stride;
+};
+
+struct Output {
+  void* data;
+  Float type;
+  int64_t row_stride;  // columns are contiguous
+};
+
+// x made float32, in one of two layouts: padded rows, or panels of transposed rows.
+struct Packed {
+  float* data;
+  int64_t stride;  // of a row or of a panel, in floats
+};
+
+// One instruction set's kernels. A range [first, last) is what one task of the pool does.
+struct Kernels {
+  const char* name;
+  int width;  // float32 lanes of a vector
+  int dot_rows, panel_lines, panel_depth, panel_columns;
+
+  // The values of lines in stored order, rounded to the output's type.
+  void (*decode)(const Weight&, int64_t first, int64_t last, const Output&);
+  // Rows of x, each filled up with zeros to the stride.
+  void (*pack_rows)(const Activations&, int64_t first, int64_t last, const Packed&);
+  // Panels of `columns` rows of x side by side: [panel][k][columns].
+  void (*pack_panels)(const Activations&, int64_t first, int64_t last, int columns, const Packed&);
+  // y[m, n] for lines along k and up to dot_rows rows; x in rows. n counts from first_line.
+  void (*dot)(const Weight&, const Packed&, int64_t rows, int64_t first_line, int64_t first,
+              int64_t last, const Output&);
+  // y[m, n] for lines along k; x in panels of `columns`.
+  void (*panel_rows)(const Weight&, const Packed&, int64_t rows, int columns, int64_t first_line,
+                     int64_t first, int64_t last, float* scratch, const Output&);
+  // y[m, n] for `depth` lines along n; x in rows.
+  void (*panel_columns_of)(const Weight&, const Packed&, int64_t rows, int64_t first_line,
+                           int64_t depth, int64_t first, int64_t last, float* scratch,
+                           const Output&);
+};
+
+}  // namespace pq
