@@ -274,7 +274,12 @@ def main() -> None:
     judge_rates(rates)
     installed = {**versions(), **_installed()}
     found = {
-        "machine": {**describe(), "threads": arguments.threads, "instructions": cpu_flags()},
+        "machine": {
+            **describe(),
+            "threads": max(arguments.threads),
+            "instructions": cpu_flags(),
+        },
+        "threads": arguments.threads,
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **installed},
         "polyquant": parts[0]["polyquant"],

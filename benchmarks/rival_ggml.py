@@ -249,7 +249,7 @@ def prepare(
         _product(ggml),
         values,
         kept=(kept, context),
-        takes="8-bit activations",
+        takes="8 bits",
     )
 
 

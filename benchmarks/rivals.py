@@ -72,7 +72,7 @@ def torch_int4(weight: Array, copies: int, threads: int) -> Prepared:
         lambda i, x: multiply(x, kept[i][0], 32, kept[i][1]),
         values.reshape(n, k).numpy(),
         leave=_to_numpy,
-        takes="bfloat16 activations",
+        takes="bfloat16",
     )
 
 
@@ -92,7 +92,7 @@ def torch_int8(weight: Array, copies: int, threads: int) -> Prepared:
         lambda i, x: multiply(x, *kept[i]),
         (codes.float() * scales.float()[:, None]).numpy(),
         leave=_to_numpy,
-        takes="bfloat16 activations",
+        takes="bfloat16",
     )
 
 
@@ -114,7 +114,7 @@ def torch_dynamic(weight: Array, copies: int, threads: int) -> Prepared:
         torch.from_numpy,
         lambda i, x: multiply(x, kept[i], True),
         made.dequantize().numpy(),
-        takes="8-bit activations",
+        takes="8 bits",
     )
 
 
