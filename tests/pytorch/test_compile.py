@@ -209,3 +209,17 @@ def test_export_of_a_product_with_a_tensor(strict: bool) -> None:
     program = torch.export.export(Product(), (x,), dynamic_shapes=(batch,), strict=strict)
     for other in (x, torch.randn(5, 32)):
         torch.testing.assert_close(program.module()(other), Product()(other))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of shapes
+def test_torch_jit_trace_records_the_product_and_not_its_result() -> None:
+    q, bias = pq.quantize(torch.randn(3, 16), "nf4"), torch.randn(3)
+    x, other = torch.randn(2, 16), torch.randn(2, 16)
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return pq.linear(x, q, bias) + pq.matmul(x, q.mT)
+
+    wanted = both(other), both(x)  # remembered as plain products
+    traced = torch.jit.trace(both, (x,))
+    torch.testing.assert_close((traced(other), traced(x)), wanted)

@@ -96,6 +96,7 @@ def _facts(array: Any) -> Hashable:
         or _dispatch_modes()
         or _is_autocast_enabled()
         or _forward_mode._current_level >= 0
+        or _tracing_state() is not None
     ):
         return None
     if not isinstance(array, _Tensor) or array.layout is not _STRIDED or array.is_nested:
@@ -105,11 +106,13 @@ def _facts(array: Any) -> Hashable:
 
 
 # Asked at every product, so their names are looked up once. Torch has no public question for most:
-# is torch.func (vmap, grad, ...), a dispatch mode (a tracer, a counter), or a dual level on?
+# is torch.func (vmap, grad, ...), a dispatch mode (a tracer, a counter), a dual level, or
+# torch.jit.trace on?
 _functorch = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
 _forward_mode = torch.autograd.forward_ad
+_tracing_state = torch._C._get_tracing_state
 _is_grad_enabled = torch.is_grad_enabled
 _Tensor, _STRIDED = torch.Tensor, torch.strided
 
@@ -117,7 +120,7 @@ _Tensor, _STRIDED = torch.Tensor, torch.strided
 def _is_watched() -> bool:
     """Whether something of torch's stands between a call and its kernel, here and now."""
     modes = _functorch() or _dispatch_modes() or _is_autocast_enabled()
-    return bool(modes or _forward_mode._current_level >= 0)
+    return bool(modes or _forward_mode._current_level >= 0 or _tracing_state() is not None)
 
 
 def _is_transformed(array: torch.Tensor) -> bool:
