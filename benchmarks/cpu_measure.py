@@ -27,10 +27,11 @@ from weights import Array, Missing, Prepared, copies_of
 
 import polyquant as pq
 
-#: A contender is timed this long in a round, and a slower one is called once ...
+#: A contender is timed this long in a round, and a slower one is called once.
 BLOCK_S = 0.02
-#: ... or, where one call takes this long, in so many rounds altogether.
-SLOW_S, SLOW_ROUNDS = 1.0, 2
+#: One whose call takes this long is timed in so many rounds altogether, and a rival with no more
+#: rows than these.
+SLOW_S, SLOW_ROUNDS = 1.0, 1
 #: OpenBLAS's threads wait busily for 26 ms after a product, and the next is not to feel them.
 PAUSE_S = 0.03
 #: Rows of a result that are compared with the product of the dequantized weight.
@@ -80,8 +81,7 @@ class Contender(NamedTuple):
 
 def medians_s(contenders: Sequence[Contender], rounds: int) -> list[float]:
     """The median time of a call of each contender, which take turns."""
-    warm = [_seconds(c, 0, 1) for c in contenders]  # the first call may prepare something
-    alone = [min(w, _seconds(c, 1, 1)) for c, w in zip(contenders, warm, strict=True)]
+    alone = [_seconds(c, 1, 1) for c in contenders]
     times: list[list[float]] = [[] for _ in contenders]
     for count in range(rounds):
         for which in np.roll(np.arange(len(contenders)), count):
@@ -89,7 +89,7 @@ def medians_s(contenders: Sequence[Contender], rounds: int) -> list[float]:
                 continue
             calls = max(1, round(BLOCK_S / max(alone[which], 1e-6)))
             time.sleep(PAUSE_S)
-            if alone[which] <= SLOW_S:
+            if alone[which] < BLOCK_S:
                 contenders[which].call(count % contenders[which].copies)
             times[which].append(_seconds(contenders[which], count * calls + 1, calls))
     return [statistics.median(kept) for kept in times]
@@ -169,15 +169,18 @@ def _of_scheme(
         turned.dequantize(),
         _prepared_for_cpu(q, count),
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
+    slow: set[str] = set()
     for m in settings.rows:
         x = np.random.default_rng(m).standard_normal((m, shape.k), dtype=np.float32)
         contenders = [*_exact(settings, ours, x), *_quantized(settings, ours, x)]
-        contenders += [_of_rival(rival, x) for rival in rivals]
-        errors = [_error(contender) for contender in contenders]
+        contenders += [_of_rival(rival, x) for rival in rivals if rival.name not in slow]
+        errors = [_error(contender) for contender in contenders]  # a first call, which may prepare
         times = medians_s(contenders, settings.rounds)
         here = {"threads": settings.threads, "n": shape.n, "k": shape.k, "m": m, "scheme": scheme}
         for contender, error, seconds in zip(contenders, errors, times, strict=True):
+            if seconds > SLOW_S:
+                slow.add(contender.name)
             measured = {
                 "time_ms": seconds * 1e3,
                 "gb_s": contender.nbytes / seconds / 1e9,
