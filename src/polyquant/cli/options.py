@@ -31,7 +31,7 @@ Calibration = Annotated[
     str, typer.Option(help="minmax, mse, percentile:99.9, absmean, signed_max or mx_floor.")
 ]
 
-_READABLE = "A checkpoint: safetensors, a sharded index, a model folder, or npz."
+_READABLE = "A checkpoint of any known format: a file, a sharded index, or a model folder."
 Checkpoint = Annotated[Path, typer.Argument(metavar="FILE", help=_READABLE, show_default=False)]
 Source = Annotated[Path, typer.Argument(metavar="IN", help=_READABLE, show_default=False)]
 Out = Annotated[

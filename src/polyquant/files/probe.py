@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from polyquant.errors import InvalidArgument, PolyquantError, UnknownFormat, UnreadableFile
@@ -17,15 +18,29 @@ _NAMES = ("model.safetensors", f"model{INDEX_SUFFIX}")
 _SUFFIXES = (INDEX_SUFFIX, ".safetensors", ".gguf", ".bpk", ".npz")
 
 
+#: Files in which tools keep what a config.json could say -> the quant_method that they mean.
+_OWN_CONFIGS: Mapping[str, str] = MappingProxyType(
+    {
+        "quantize_config.json": "gptq",
+        "quant_config.json": "awq",
+        "hf_quant_config.json": "modelopt",
+    }
+)
+
+
 class Probe:
     """A file of tensors (of a model folder: the one that holds its tensors) and its config.
+
+    ``format`` is the one that the caller names, if any.
 
     Raises UnreadableFile, UnknownFormat (a folder that holds no file of tensors, or several),
     InvalidArgument.
     """
 
-    def __init__(self, path: str | os.PathLike[str], config: Any = None) -> None:
-        self.path = as_path(path)
+    def __init__(
+        self, path: str | os.PathLike[str], config: Any = None, format: str | None = None
+    ) -> None:
+        self.path, self.format = as_path(path), format
         self.file = self._file()
         self._config = config
         if not (config is None or isinstance(config, Mapping | str | os.PathLike)):
@@ -60,6 +75,44 @@ class Probe:
             return {}
         path = beside if self._config is None else as_path(self._config)
         return parse_object(read_small(path), path, "the config")
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether the caller passed a config."""
+        return self._config is not None
+
+    @cached_property
+    def quantization(self) -> Mapping[str, Any]:
+        """What the config says of quantization; nothing where it says nothing.
+
+        That is ``quantization_config`` (or MLX's ``quantization``) of a model's config; or, where
+        one was passed that has neither, the whole; or what tools write to files of their own beside
+        the tensors. Keys of the latter get the names that configs use.
+        """
+        config = self.config
+        for key in ("quantization_config", "quantization"):
+            found = config.get(key)
+            if isinstance(found, Mapping) and found:
+                return found
+        if self._config is not None and set(config) - {"quantization_config"}:
+            return config
+        for name, method in _OWN_CONFIGS.items():
+            beside = self.file.parent / name
+            if beside.is_file():
+                found = parse_object(read_small(beside), beside, "the config")
+                return {"quant_method": method} | found
+        return {}
+
+    @property
+    def method(self) -> str | None:
+        """The ``quant_method`` of the config, in small letters."""
+        found = self.quantization.get("quant_method")
+        return found.lower() if isinstance(found, str) else None
+
+    def other_file(self, name: str) -> Mapping[str, Any] | None:
+        """The JSON object of a file beside the tensors, if there is one of that name."""
+        beside = self.file.parent / name
+        return parse_object(read_small(beside), beside, name) if beside.is_file() else None
 
     def _file(self) -> Path:
         try:

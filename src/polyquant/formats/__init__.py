@@ -31,9 +31,27 @@ FORMATS: Mapping[str, str] = MappingProxyType(
         "polyquant": "polyquant.formats.polyquant",
         "gguf": "polyquant.formats.gguf",
         "npz": "polyquant.formats.npz",
+        "bitsandbytes": "polyquant.formats.bitsandbytes",
+        "gptq": "polyquant.formats.gptq",
+        "awq": "polyquant.formats.awq",
+        "compressed-tensors": "polyquant.formats.compressed_tensors",
+        "gpt-oss": "polyquant.formats.gpt_oss",
+        "modelopt": "polyquant.formats.modelopt",
+        "fp8": "polyquant.formats.fp8",
+        "mlx": "polyquant.formats.mlx",
+        "hqq": "polyquant.formats.hqq",
+        "quanto": "polyquant.formats.quanto",
+        "torchao": "polyquant.formats.torchao",
+        "bitnet": "polyquant.formats.bitnet",
+        "gemma": "polyquant.formats.gemma",
         "safetensors": "polyquant.formats.safetensors",
     }
 )
+
+
+#: Formats that a file's own bytes decide, whatever a config beside it says; and the one that takes
+#: what no other does.
+_SELF_DESCRIBING, _LAST = frozenset(("polyquant", "gguf", "burnpack", "npz")), "safetensors"
 
 
 def open_checkpoint(
@@ -58,16 +76,28 @@ def open_checkpoint(
         near = get_close_matches(str(format), FORMATS, n=1, cutoff=0.0)
         known = ", ".join(FORMATS)
         raise UnknownName(what="format", got=format, known=known, nearest=near[0])
-    probe = Probe(path, config)
-    reasons = []
-    for name in FORMATS if format is None else (format,):
-        module = import_module(FORMATS[name])
-        reason = module.why_not(probe)
-        if reason is None:
-            opened: Checkpoint = module.open_checkpoint(probe)
-            return opened
-        reasons.append(f"not {name}: {reason}")
-    raise UnknownFormat(path=probe.path, reason="; ".join(reasons), known=", ".join(FORMATS))
+    probe = Probe(path, config, format)
+    opened: Checkpoint = import_module(FORMATS[_format_of(probe)]).open_checkpoint(probe)
+    return opened
+
+
+def _format_of(probe: Probe) -> str:
+    """The one format that a path declares. Raises UnknownFormat for none, and for several."""
+    found, reasons = [], []
+    for name in FORMATS if probe.format is None else (probe.format,):
+        reason = import_module(FORMATS[name]).why_not(probe)
+        if reason is None and (name in _SELF_DESCRIBING or probe.format):
+            return name
+        found += [name] if reason is None else []
+        reasons += [] if reason is None else [f"not {name}: {reason}"]
+    if len(found) > 1 and found[-1] == _LAST:
+        found.pop()
+    if len(found) == 1:
+        return found[0]
+    reason = "; ".join(reasons)
+    if found:
+        reason = f"what it declares fits {' and '.join(found)}; format= says which it is"
+    raise UnknownFormat(path=probe.path, reason=reason, known=", ".join(FORMATS))
 
 
 def load(path: str | os.PathLike[str], device: str = "numpy") -> dict[str, Array | QTensor]:

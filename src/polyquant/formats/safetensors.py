@@ -13,9 +13,41 @@ from polyquant.files.probe import Probe
 NAME = "safetensors"
 
 
+#: Endings of names by which other tools store quantized weights.
+_QUANTIZED = (
+    *(
+        ".qweight",
+        ".qzeros",
+        ".weight_packed",
+        ".weight_scale",
+        ".weight_scale_inv",
+        ".weight_scale_2",
+    ),
+    *("_blocks", ".W_q", "._data._data", "._weight_qdata", ".weight.absmax", ".SCB"),
+    ".weight_g_idx",
+)
+
+
 def why_not(probe: Probe) -> str | None:
-    """Why a path is not of this format."""
-    return "it is not a safetensors file" if probe.container is None else None
+    """Why a path is not of this format.
+
+    Arrays that are plainly parts of quantized weights, or a config that speaks of quantization, are
+    not read as if they were the weights; ``format="safetensors"`` asks for the arrays all the same.
+    """
+    if probe.container is None:
+        return "it is not a safetensors file"
+    if probe.format == NAME:
+        return None
+    ask = 'format="safetensors" reads its arrays as they are'
+    if probe.method is not None:
+        return f"its config has the quant_method {probe.method!r}; {ask}"
+    found = next((n for n in probe.container.places if n.endswith(_QUANTIZED)), None)
+    if found is None:
+        return None
+    return (
+        f"{found!r} looks like a part of a quantized weight, and no config says of which format; "
+        f"pass config= (or put the model's config.json beside it), or format=; {ask}"
+    )
 
 
 def open_checkpoint(probe: Probe) -> Checkpoint:

@@ -40,9 +40,11 @@ class Step:
     @property
     def result(self) -> TensorInfo:
         """The tensor as it will be written."""
-        if self.scheme is None:
+        scheme = self.scheme or self.source.scheme
+        if scheme is None:
             return self.source
-        return TensorInfo.quantized(self.name, self.source.shape, self.scheme)
+        axes = self.source.axes if self.scheme is None else None
+        return TensorInfo.quantized(self.name, self.source.shape, scheme, axes)
 
     @property
     def elements(self) -> int:

@@ -16,6 +16,7 @@ from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint, Entry
 from polyquant.files.info import TensorInfo
 from polyquant.files.probe import Probe
+from polyquant.formats.gguf import ternary
 from polyquant.formats.gguf.container import MAGIC, Gguf, Info, open_gguf
 from polyquant.formats.gguf.types import ARRAY_TYPES, BLOCKS, TYPE_NAMES
 from polyquant.qtensor import QTensor
@@ -37,7 +38,8 @@ def open_checkpoint(probe: Probe) -> Checkpoint:
     no file should hold, or one whose bytes do not say what they mean).
     """
     file = open_gguf(probe.file)
-    entries = {name: _entry(file, info) for name, info in file.infos.items()}
+    i2_s = probe.config.get("i2_s") if probe.is_configured else None
+    entries = {name: _entry(file, info, i2_s) for name, info in file.infos.items()}
     _check_places(file, entries)
     return Checkpoint(probe.path, NAME, Keys(file), entries, release=file.release)
 
@@ -66,12 +68,15 @@ class Keys(Mapping[str, str]):
             "version": file.version,
             "order": "little" if file.order == "<" else "big",
             "types": {key: value.type_text for key, value in file.keys.items()},
-            "tensors": {name: TYPE_NAMES[i.type_id] for name, i in file.infos.items()},
+            "tensors": {
+                name: TYPE_NAMES.get(info.type_id, ternary.NAME)
+                for name, info in file.infos.items()
+            },
         }
         return json.dumps(form)
 
 
-def _entry(file: Gguf, info: Info) -> Entry:
+def _entry(file: Gguf, info: Info, i2_s: object) -> Entry:
     name = TYPE_NAMES.get(info.type_id, "")
     if name in ARRAY_TYPES:
         dtype = np.dtype(ARRAY_TYPES[name])
@@ -86,6 +91,18 @@ def _entry(file: Gguf, info: Info) -> Entry:
         nbytes = math.prod(info.shape) // block.elements * block.size_bytes
         kind, scheme = None, block.scheme
         read = partial(_read_blocks, file, info, name)
+    elif info.type_id == ternary.TYPE_ID and i2_s in ternary.LAYOUTS:
+        if not ternary.fits(info.shape, str(i2_s)):
+            reason = f"tensor {info.name!r} of {info.shape} has no whole blocks of {i2_s}"
+            raise InvalidHeader(path=file.path, reason=reason)
+        nbytes, kind, scheme = ternary.size_bytes(info.shape), None, ternary.scheme()
+        read = partial(_read_ternary, file, info, str(i2_s))
+    elif info.type_id == ternary.TYPE_ID:
+        known = " or ".join(f'config={{"i2_s": "{layout}"}}' for layout in ternary.LAYOUTS)
+        what = (
+            f"Type 36 of tensor {info.name!r} in {file.path}, whose layout only its writer knows,"
+        )
+        raise UnsupportedDtype(what=what, dtype=str(i2_s), known=f"I2_S with {known}")
     else:
         what = f"The ggml type of tensor {info.name!r} in {file.path}"
         raise UnsupportedDtype(what=what, dtype=info.type_id, known=", ".join(TYPE_NAMES.values()))
@@ -107,6 +124,11 @@ def _check_places(file: Gguf, entries: Mapping[str, Entry]) -> None:
     if end > len(file.buffer):
         reason = f"tensor {last!r} ends at {end}, and the file at {len(file.buffer)}"
         raise InvalidHeader(path=file.path, reason=reason)
+
+
+def _read_ternary(file: Gguf, info: Info, layout: str) -> QTensor:
+    raw = _raw(file, info, ternary.size_bytes(info.shape))
+    return ternary.read(raw, info.shape, layout, file.order)
 
 
 def _raw(file: Gguf, info: Info, nbytes: int) -> HostArray:

@@ -1,0 +1,152 @@
+"""Quantized layers in safetensors files of other tools: several arrays that make one tensor.
+
+A format's module finds its layers among a file's names and says what each is; everything else in
+the file stays a plain array under its own name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from polyquant.arrays import HostArray
+from polyquant.errors import InvalidHeader, UnknownFormat, UnsupportedDtype
+from polyquant.files.checkpoint import Checkpoint, Entry
+from polyquant.files.container import Container, RawTensor
+from polyquant.files.info import FILE_DTYPES, TensorInfo
+from polyquant.files.probe import Probe
+from polyquant.qtensor import QTensor
+from polyquant.scheme import QuantScheme
+
+#: Metadata key under which the config that a checkpoint was read by is kept.
+CONFIG = "quantization_config"
+#: The scale types of floats in files.
+FLOAT_SCALES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}.items()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One quantized tensor: its name, what it is, the arrays it is made of, and how to read it."""
+
+    name: str
+    shape: tuple[int, ...]
+    scheme: QuantScheme
+    uses: tuple[str, ...]
+    read: Callable[[], QTensor]
+
+
+class Source:
+    """The arrays of a safetensors container, checked as they are asked for."""
+
+    def __init__(self, probe: Probe, format: str) -> None:
+        if probe.container is None:
+            raise UnknownFormat(path=probe.file, reason="it is not safetensors", known=format)
+        self.path, self.format = probe.file, format
+        self.container: Container = probe.container
+        self.config: Mapping[str, Any] = probe.quantization
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.container.places
+
+    def names(self, suffix: str) -> Iterator[str]:
+        """What stands before ``suffix`` in the names that end in it."""
+        for name in self.container.places:
+            if name.endswith(suffix):
+                yield name.removesuffix(suffix)
+
+    def raw(self, name: str) -> RawTensor:
+        """Dtype and shape of an array. Raises InvalidHeader where it is missing."""
+        file = self.container.places.get(name)
+        if file is None:
+            raise self.fail(f"tensor {name!r} is missing")
+        return file.tensors[name]
+
+    def expect(self, name: str, dtypes: Sequence[str], shape: Sequence[int | None]) -> RawTensor:
+        """The same, of one of these dtypes and this shape (None: any extent)."""
+        raw = self.raw(name)
+        fits = len(raw.shape) == len(shape) and all(
+            want is None or got == want for got, want in zip(raw.shape, shape, strict=True)
+        )
+        if raw.dtype not in dtypes or not fits:
+            wanted = f"{' or '.join(dtypes)} of {_shape_text(shape)}"
+            got = f"{raw.dtype} of {_shape_text(raw.shape)}"
+            raise self.fail(f"tensor {name!r} must be {wanted} in {self.format}, and is {got}")
+        return raw
+
+    def scale(self, name: str, shape: Sequence[int | None]) -> str:
+        """The scale type of an array of float scales of this shape."""
+        return dict(FLOAT_SCALES)[self.expect(name, ("F32", "F16", "BF16"), shape).dtype]
+
+    def read(self, name: str) -> HostArray:
+        """An array, mapped."""
+        return self.container.places[name].read(name)
+
+    def raw_bytes(self, name: str) -> memoryview:
+        """The bytes of an array."""
+        return self.container.places[name].raw_bytes(name)
+
+    def fail(self, reason: str) -> InvalidHeader:
+        """The error for a file that is not what its format says."""
+        return InvalidHeader(path=self.path, reason=reason)
+
+    def refuse(self, name: str, what: object, known: Iterable[object]) -> UnsupportedDtype:
+        """The error for a variant of the format that is not read."""
+        return UnsupportedDtype(
+            what=f"Layer {name!r} of {self.path}", dtype=str(what), known=", ".join(map(str, known))
+        )
+
+    def number(self, key: str, config: Mapping[str, Any] | None = None) -> int:
+        """A whole number of the config. Raises InvalidHeader."""
+        found = (self.config if config is None else config).get(key)
+        if type(found) is not int:
+            reason = f"{key} must be a whole number in its quantization config, and is {found!r}"
+            raise self.fail(reason)
+        return found
+
+
+def _shape_text(shape: Sequence[int | None]) -> str:
+    return "x".join("*" if n is None else str(n) for n in shape) or "no axes"
+
+
+def open_layers(probe: Probe, source: Source, layers: Iterable[Layer]) -> Checkpoint:
+    """A checkpoint of the layers, and of the arrays that none of them uses.
+
+    Raises InvalidHeader where two tensors would have one name.
+    """
+    by_use: dict[str, Layer] = {}
+    for layer in layers:
+        for name in layer.uses:
+            if name in by_use:
+                raise source.fail(f"tensor {name!r} would be of two layers")
+            by_use[name] = layer
+    entries: dict[str, Entry] = {}
+    for name, file in source.container.places.items():
+        owner = by_use.get(name)
+        if owner is None:
+            made = Entry(_plain_info(file.tensors[name]), partial(source.read, name))
+        else:
+            made = Entry(_info(source, owner), owner.read)
+        held = entries.setdefault(made.info.name, made)
+        if held.info != made.info:
+            raise source.fail(f"two tensors would have the name {made.info.name!r}")
+    metadata = dict(source.container.metadata)
+    if source.config:
+        metadata[CONFIG] = json.dumps(source.config)
+    return Checkpoint(
+        probe.path, source.format, metadata, entries, release=source.container.release
+    )
+
+
+def _plain_info(raw: RawTensor) -> TensorInfo:
+    axes = tuple(range(len(raw.shape)))
+    dtype = FILE_DTYPES[raw.dtype].name
+    return TensorInfo(raw.name, raw.shape, dtype, None, raw.stop - raw.start, axes)
+
+
+def _info(source: Source, layer: Layer) -> TensorInfo:
+    nbytes = sum(raw.stop - raw.start for raw in map(source.raw, layer.uses))
+    axes = tuple(range(len(layer.shape)))
+    return TensorInfo(layer.name, layer.shape, None, layer.scheme, nbytes, axes)

@@ -1,0 +1,300 @@
+"""compressed-tensors, of llm-compressor and vLLM: packed integers, int8, fp8, NVFP4 and MX types.
+
+The config's ``config_groups`` say what the layers of a model are; a layer's arrays say which of its
+parts it has. Integers are stored offset-binary: ``code + 2^(bits - 1)``, zero points too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from polyquant.arrays import HostArray
+from polyquant.codec import unpack
+from polyquant.errors import CorruptData
+from polyquant.files.assemble import assemble
+from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.layers import Layer, Source, open_layers
+from polyquant.files.probe import Probe
+from polyquant.qtensor import QTensor
+from polyquant.scheme import QuantScheme
+from polyquant.values import QuantStore, QuantValue
+
+NAME = "compressed-tensors"
+PACKED, SCALE = ".weight_packed", ".weight_scale"
+_BYTES = ("U8", "I8")
+#: (bits, type) of values with E8M0 scales -> (value, packed).
+_MX: Mapping[tuple[int, str], tuple[str, bool]] = MappingProxyType(
+    {(4, "float"): ("e2m1", True), (6, "float"): ("e2m3", True), (8, "float"): ("e4m3", False)}
+)
+
+
+def why_not(probe: Probe) -> str | None:
+    """Why a path is not of this format."""
+    if probe.container is None:
+        return "it is not a safetensors file"
+    if NAME in (probe.method, probe.format):
+        return None
+    return f"its config has the quant_method {probe.method!r}"
+
+
+def open_checkpoint(probe: Probe) -> Checkpoint:
+    """Open a file or an index. Raises InvalidHeader, UnsupportedDtype."""
+    source = Source(probe, NAME)
+    return open_layers(probe, source, _layers(source))
+
+
+def _layers(source: Source) -> Iterator[Layer]:
+    groups = _groups(source)
+    bases = dict.fromkeys([*source.names(PACKED), *source.names(SCALE)])
+    for base in bases:
+        weights, format = _group_of(source, groups, base)
+        if f"{base}{PACKED}" in source:
+            kind = weights.get("type")
+            yield (_packed_integers if kind == "int" else _packed_floats)(source, base, weights)
+        elif f"{base}.weight" in source:
+            yield _plain_codes(source, base, weights, format)
+
+
+# -- the config -------------------------------------------------------------------------------
+
+
+def _groups(source: Source) -> list[tuple[list[str], Mapping[str, Any], str]]:
+    """Of every group: its targets, what its weights are, and its format."""
+    config = source.config
+    found = config.get("config_groups")
+    if not isinstance(found, Mapping) or not found:
+        raise source.fail("its quantization config has no config_groups")
+    made = []
+    for name, group in found.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        targets = group.get("targets") if isinstance(group, Mapping) else None
+        if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+            raise source.fail(f"group {name!r} of its config has no list of targets")
+        if isinstance(weights, Mapping):
+            format = group.get("format") or config.get("format")
+            made.append((targets, weights, str(format)))
+    if not made:
+        raise source.fail("no group of its config has weights")
+    return made
+
+
+def _group_of(
+    source: Source, groups: list[tuple[list[str], Mapping[str, Any], str]], base: str
+) -> tuple[Mapping[str, Any], str]:
+    """The group of a layer: named or matched by a target, else one that targets a class."""
+    by_name = [g for g in groups if any(_names(target, base) for target in g[0])]
+    by_class = [g for g in groups if any(_is_class(target) for target in g[0])]
+    found = by_name or by_class
+    if len(found) != 1:
+        reason = f"{len(found)} groups of its config may mean layer {base!r}, not one"
+        raise source.fail(reason)
+    return found[0][1], found[0][2]
+
+
+def _names(target: str, base: str) -> bool:
+    if not target.startswith("re:"):
+        return target == base or base.endswith(f".{target}")
+    try:
+        return re.match(target.removeprefix("re:"), base) is not None
+    except re.error:
+        return False
+
+
+def _is_class(target: str) -> bool:
+    """Whether a target is the name of a class, such as Linear, and not of modules."""
+    return target.isidentifier() and target[:1].isupper()
+
+
+def _bits(source: Source, weights: Mapping[str, Any], base: str) -> int:
+    bits = weights.get("num_bits")
+    if type(bits) is not int or not 1 <= bits <= 8:
+        raise source.refuse(base, f"weights of {bits} bits", range(1, 9))
+    return bits
+
+
+def _block(
+    source: Source, base: str, shape: tuple[int, int], weights: Mapping[str, Any]
+) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """The block of a layer's strategy, and the shape of its stored scales."""
+    rows, columns = shape
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    if strategy is None:
+        strategy = "group" if size not in (None, -1) else "tensor"
+    if strategy == "tensor":
+        return None, (1,)
+    if strategy == "channel" or size == -1:
+        return (-1,), (rows, 1)
+    if strategy in ("group", "tensor_group") and type(size) is int and size > 0:
+        return (size,), (rows, -(-columns // size))
+    extents = weights.get("block_structure")
+    if strategy == "block" and isinstance(extents, list) and len(extents) == 2:
+        high, wide = extents
+        if type(high) is int and type(wide) is int and min(high, wide) > 0:
+            return (high, wide), (-(-rows // high), -(-columns // wide))
+    known = ("tensor", "channel", "group", "tensor_group", "block")
+    raise source.refuse(base, f"the strategy {strategy} of {size} {extents}", known)
+
+
+# -- packed integers --------------------------------------------------------------------------
+
+
+def _packed_integers(source: Source, base: str, weights: Mapping[str, Any]) -> Layer:
+    bits = _bits(source, weights, base)
+    rows, words = source.expect(f"{base}{PACKED}", ("I32",), (None, None)).shape
+    shape_name = f"{base}.weight_shape"
+    source.expect(shape_name, ("I64", "I32"), (2,))
+    shape = (int(source.read(shape_name)[0]), int(source.read(shape_name)[1]))
+    columns = shape[1]
+    is_dense = words == -(-columns * bits // 32)
+    if shape[0] != rows or columns < 1 or not (is_dense or words == _old_words(columns, bits)):
+        raise source.fail(f"'{base}{PACKED}' of {rows}x{words} words is no packed {shape}")
+    block, grid = _block(source, base, shape, weights)
+    scale = source.scale(f"{base}{SCALE}", grid)
+    uses = [f"{base}{PACKED}", f"{base}{SCALE}", shape_name]
+    zero_name, map_name = f"{base}.weight_zero_point", f"{base}.weight_g_idx"
+    is_affine = zero_name in source
+    if is_affine:
+        words_of_zeros = {-(-rows * bits // 32), _old_words(rows, bits)}
+        found = source.expect(zero_name, ("I32",), (None, grid[-1]))
+        if found.shape[0] not in words_of_zeros:
+            raise source.fail(f"tensor {zero_name!r} has no zero point for each of {rows} rows")
+        uses.append(zero_name)
+    is_grouped = map_name in source
+    if is_grouped:
+        source.expect(map_name, ("I32",), (columns,))
+        uses.append(map_name)
+    scheme = QuantScheme(
+        f"u{bits}" if is_affine else f"q{bits}f",
+        block=block,
+        scale=scale,
+        offset=f"zero_point:u{bits}" if is_affine else None,
+        grouped=is_grouped,
+    )
+    read = partial(_read_packed_integers, source, base, scheme, shape, is_dense=is_dense)
+    return Layer(f"{base}.weight", shape, scheme, tuple(uses), read)
+
+
+def _old_words(length: int, bits: int) -> int:
+    """Words of the packing up to version 0.10: whole fields alone, the rest of a word unused."""
+    return -(-length // (32 // bits))
+
+
+def _read_packed_integers(
+    source: Source, base: str, scheme: QuantScheme, shape: tuple[int, int], *, is_dense: bool
+) -> QTensor:
+    bits = scheme.bits
+    codes = _fields(source.read(f"{base}{PACKED}"), bits, shape[1], is_dense=is_dense)
+    numbers = {"codes": codes, "scales": source.read(f"{base}{SCALE}")}
+    if scheme.offset is None:
+        numbers["codes"] = codes ^ (1 << (bits - 1))
+    else:
+        zeros = np.ascontiguousarray(source.read(f"{base}.weight_zero_point").T)
+        # The packing is that of the weight: of few rows both would have as many words.
+        numbers["offsets"] = _fields(zeros, bits, shape[0], is_dense=is_dense).T
+    if scheme.grouped:
+        groups = source.read(f"{base}.weight_g_idx")
+        if groups.min() < 0 or groups.max() >= numbers["scales"].shape[1]:
+            what = f"Tensor '{base}.weight_g_idx'"
+            raise CorruptData(what=what, reason="it names groups without a scale")
+        numbers["groups"] = groups
+    return assemble(scheme, shape, numbers)
+
+
+def _fields(words: HostArray, bits: int, length: int, *, is_dense: bool) -> HostArray:
+    if is_dense:
+        stream = np.ascontiguousarray(words).view(np.uint8)
+        dense: HostArray = unpack(np, stream, length, QuantValue(f"u{bits}"), QuantStore.PACKED_U32)
+        return dense
+    shifts = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
+    found = words.view(np.uint32)[..., None] >> shifts & np.uint32(2**bits - 1)
+    made: HostArray = found.reshape(len(words), -1)[:, :length].astype(np.uint8)
+    return made
+
+
+# -- packed minifloats ------------------------------------------------------------------------
+
+
+def _packed_floats(source: Source, base: str, weights: Mapping[str, Any]) -> Layer:
+    bits = _bits(source, weights, base)
+    rows, size = source.expect(f"{base}{PACKED}", _BYTES, (None, None)).shape
+    shape = (rows, size * 8 // bits)
+    scales = source.raw(f"{base}{SCALE}")
+    uses = [f"{base}{PACKED}", f"{base}{SCALE}"]
+    if scales.dtype == "F8_E4M3" and bits == 4:
+        source.expect(f"{base}{SCALE}", ("F8_E4M3",), (rows, -(-shape[1] // 16)))
+        whole = f"{base}.weight_global_scale"
+        if math.prod(source.expect(whole, ("F32",), source.raw(whole).shape).shape) != 1:
+            raise source.fail(f"tensor {whole!r} is not one number")
+        uses.append(whole)
+        scheme = QuantScheme("e2m1", block=16, scale="ue4m3", tensor_scale="f32", role="divisor")
+    else:
+        value, is_packed = _MX.get((bits, "float"), ("", False))
+        if not is_packed:
+            raise source.refuse(base, f"packed floats of {bits} bits", (4, 6))
+        source.expect(f"{base}{SCALE}", ("U8", "F8_E8M0"), (rows, -(-shape[1] // 32)))
+        scheme = QuantScheme(value, block=32, scale="ue8m0")
+    read = partial(_read_packed_floats, source, base, scheme, shape)
+    return Layer(f"{base}.weight", shape, scheme, tuple(uses), read)
+
+
+def _read_packed_floats(
+    source: Source, base: str, scheme: QuantScheme, shape: tuple[int, int]
+) -> QTensor:
+    data = source.read(f"{base}{PACKED}").view(np.uint8)
+    numbers = {
+        "codes": unpack(np, data, shape[1], scheme.value, QuantStore.PACKED_NATIVE),
+        "scales": source.read(f"{base}{SCALE}").view(np.uint8),
+    }
+    if scheme.tensor_scale is not None:
+        numbers["tensor_scale"] = source.read(f"{base}.weight_global_scale")
+        if (numbers["scales"] >= 0x80).any():
+            raise CorruptData(what=f"Tensor '{base}{SCALE}'", reason="it has negative scales")
+    return assemble(scheme, shape, numbers)
+
+
+# -- a byte a code ----------------------------------------------------------------------------
+
+
+def _plain_codes(source: Source, base: str, weights: Mapping[str, Any], format: str) -> Layer:
+    name = f"{base}.weight"
+    raw = source.expect(name, ("I8", "F8_E4M3"), (None, None))
+    shape = (raw.shape[0], raw.shape[1])
+    scales = source.raw(f"{base}{SCALE}")
+    uses = [name, f"{base}{SCALE}"]
+    if raw.dtype == "F8_E4M3" and scales.dtype in ("U8", "F8_E8M0"):
+        source.expect(f"{base}{SCALE}", (scales.dtype,), (shape[0], -(-shape[1] // 32)))
+        scheme = QuantScheme("e4m3", block=32, scale="ue8m0")
+    else:
+        block, grid = _block(source, base, shape, weights)
+        grid = scales.shape if math.prod(grid) == math.prod(scales.shape) == 1 else grid
+        scale = source.scale(f"{base}{SCALE}", grid)
+        zero_name, offset = f"{base}.weight_zero_point", None
+        if zero_name in source:
+            source.expect(zero_name, ("I8",), grid)
+            uses.append(zero_name)
+            offset = None if raw.dtype != "I8" else "zero_point:u8"
+        value = "e4m3" if raw.dtype != "I8" else "q8f" if offset is None else "u8"
+        scheme = QuantScheme(value, block=block, scale=scale, offset=offset)
+    read = partial(_read_plain_codes, source, base, scheme, shape)
+    return Layer(name, shape, scheme, tuple(uses), read)
+
+
+def _read_plain_codes(
+    source: Source, base: str, scheme: QuantScheme, shape: tuple[int, int]
+) -> QTensor:
+    scales = source.read(f"{base}{SCALE}")
+    numbers = {
+        "codes": source.read(f"{base}.weight").view(np.uint8),
+        "scales": scales.view(np.uint8) if scheme.scale == "ue8m0" else scales,
+    }
+    if scheme.offset is not None:  # both shifted by 128, which is a flip of the sign bit
+        numbers["codes"] = numbers["codes"] ^ 0x80
+        numbers["offsets"] = source.read(f"{base}.weight_zero_point").view(np.uint8) ^ 0x80
+    return assemble(scheme, shape, numbers)

@@ -1,0 +1,135 @@
+"""GPTQ: integers of 2 to 8 bits packed along the input, zero points along the output.
+
+``qweight`` int32 ``[in * bits / 32, out]``, ``qzeros`` int32 ``[groups, out * bits / 32]``,
+``scales`` ``[groups, out]``, ``g_idx`` int32 ``[in]``. Version 1 of the format stores zero points
+less one, as whole words less one in each field, so that a field of zero borrows from its neighbour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from polyquant.arrays import HostArray
+from polyquant.codec import unpack
+from polyquant.errors import CorruptData
+from polyquant.files.assemble import assemble
+from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.layers import Layer, Source, open_layers
+from polyquant.files.probe import Probe
+from polyquant.qtensor import QTensor
+from polyquant.scheme import QuantScheme
+from polyquant.values import QuantStore, QuantValue
+
+NAME = "gptq"
+#: Names of the format in configs -> whether zero points are stored less one.
+_VERSIONS: Mapping[Any, bool] = MappingProxyType(
+    {None: True, "gptq": True, "gptq_v2": False, "gptq_p": False}
+)
+#: One in each field of a word.
+_ONES: Mapping[int, int] = MappingProxyType({2: 0x55555555, 4: 0x11111111, 8: 0x01010101})
+#: Widths of the planes that 32 fields are split into, lowest bits first.
+_PLANES: Mapping[int, tuple[int, ...]] = MappingProxyType(
+    {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
+)
+
+
+def why_not(probe: Probe) -> str | None:
+    """Why a path is not of this format."""
+    if probe.container is None:
+        return "it is not a safetensors file"
+    if NAME in (probe.method, probe.format):
+        return None
+    return f"its config has the quant_method {probe.method!r}"
+
+
+def open_checkpoint(probe: Probe) -> Checkpoint:
+    """Open a file or an index; the config gives bits and group_size.
+
+    Raises InvalidHeader, UnsupportedDtype.
+    """
+    source = Source(probe, NAME)
+    return open_layers(probe, source, _layers(source))
+
+
+def _layers(source: Source) -> Iterator[Layer]:
+    config = source.config
+    bits, group_size = source.number("bits"), source.number("group_size")
+    version = config.get("checkpoint_format", config.get("format"))
+    if version not in _VERSIONS or not 2 <= bits <= 8 or not (group_size == -1 or group_size > 0):
+        variant = f"{version} of {bits} bits in groups of {group_size}"
+        raise source.refuse("the config", variant, [v for v in _VERSIONS if v])
+    if config.get("dynamic"):
+        raise source.refuse("the config", "bits that differ by module (dynamic)", ["one for all"])
+    for base in source.names(".qweight"):
+        yield _layer(source, base, bits, group_size, str(version or NAME))
+
+
+def _layer(source: Source, base: str, bits: int, group_size: int, version: str) -> Layer:
+    packed = source.expect(f"{base}.qweight", ("I32",), (None, None))
+    words, rows = packed.shape
+    if words * 32 % bits:
+        raise source.fail(f"tensor {packed.name!r} has {words} words, no whole {bits}-bit codes")
+    columns = words * 32 // bits
+    size = columns if group_size == -1 else group_size
+    groups = -(-columns // size)
+    scale = source.scale(f"{base}.scales", (groups, rows))
+    source.expect(f"{base}.qzeros", ("I32",), (groups, -(-rows * bits // 32)))
+    uses = [f"{base}.{part}" for part in ("qweight", "qzeros", "scales")]
+    is_grouped = False
+    if f"{base}.g_idx" in source:
+        source.expect(f"{base}.g_idx", ("I32",), (columns,))
+        uses.append(f"{base}.g_idx")
+        # Without act-order it says nothing new; it is small, so it is looked at.
+        is_grouped = bool((source.read(f"{base}.g_idx") != np.arange(columns) // size).any())
+    scheme = QuantScheme(
+        f"u{bits}", block=size, scale=scale, offset=f"zero_point:u{bits}", grouped=is_grouped
+    )
+    read = partial(_read, source, base, scheme, (rows, columns), version)
+    return Layer(f"{base}.weight", (rows, columns), scheme, tuple(uses), read)
+
+
+def _read(
+    source: Source, base: str, scheme: QuantScheme, shape: tuple[int, int], version: str
+) -> QTensor:
+    bits = scheme.bits
+    words = source.read(f"{base}.qweight").view(np.uint32).T
+    zero_words = source.read(f"{base}.qzeros").view(np.uint32)
+    if _VERSIONS[version] and bits in _ONES:
+        zero_words = zero_words + np.uint32(_ONES[bits])  # modulo 2^32
+    zeros = fields(zero_words, bits, shape[0], version)
+    if _VERSIONS[version] and bits not in _ONES:
+        zeros = (zeros + 1) & (2**bits - 1)
+    numbers: dict[str, HostArray] = {
+        "codes": fields(words, bits, shape[1], version),
+        "scales": source.read(f"{base}.scales").T,
+        "offsets": zeros.T,
+    }
+    if scheme.grouped:
+        groups = source.read(f"{base}.g_idx")
+        if groups.min() < 0 or groups.max() >= numbers["scales"].shape[1]:
+            raise CorruptData(what=f"Tensor '{base}.g_idx'", reason="it names groups without scale")
+        numbers["groups"] = groups
+    return assemble(scheme, shape, numbers)
+
+
+def fields(words: HostArray, bits: int, length: int, version: str) -> HostArray:
+    """Fields of ``(lines, words)`` uint32, lowest bits first: a stream, or split planes."""
+    words = np.ascontiguousarray(words)
+    if bits not in _PLANES or (bits == 3 and version != "gptq_p"):
+        stream = words.view(np.uint8)
+        made: HostArray = unpack(np, stream, length, QuantValue(f"u{bits}"), QuantStore.PACKED_U32)
+        return made
+    runs, at, whole = words.reshape(len(words), -1, bits), 0, 0
+    for shift, width in zip((0, *np.cumsum(_PLANES[bits])), _PLANES[bits], strict=False):
+        plane = np.ascontiguousarray(runs[..., at : at + width]).view(np.uint8)
+        value = QuantValue(f"u{width}")
+        found = unpack(np, plane, 32, value, QuantStore.PACKED_U32)
+        whole = whole | found << np.uint8(shift)
+        at += width
+    planes: HostArray = np.asarray(whole).reshape(len(words), -1)[:, :length]
+    return planes
