@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <new>
 #include <optional>
@@ -16,6 +17,7 @@
 #include <variant>
 #include <vector>
 
+#include "encode.h"
 #include "pool.h"
 #include "weight.h"
 
@@ -147,6 +149,26 @@ thread_local Scratch x_scratch, task_scratch;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// A weight's lines, blocks and rows of the grid.
+Weight geometry(const std::vector<int64_t>& shape, const std::vector<int64_t>& block) {
+  Weight w;
+  require(!shape.empty() && shape.size() <= kMaxRank && block.size() == shape.size(),
+          "a shape of 1 to 8 axes and a block of the same rank are wanted");
+  w.leading = static_cast<int>(shape.size()) - 1;
+  w.lines = product_of(shape.data(), w.leading);
+  w.length = shape.back();
+  require(w.length >= 0 && w.length < (int64_t{1} << 40), "no such length");
+  for (size_t axis = 0; axis < shape.size(); ++axis) require(block[axis] >= 1, "an empty block");
+  for (int axis = 0; axis < w.leading; ++axis) {
+    w.extent[axis] = shape[axis];
+    w.lead_block[axis] = block[axis];
+    w.grid_extent[axis] = ceil_div(shape[axis], block[axis]);
+  }
+  w.block = block.back();
+  w.grid_length = ceil_div(w.length, w.block);
+  return w;
+}
+
 // -- the stored weight ------------------------------------------------------------------------
 
 class Matrix {
@@ -156,24 +178,10 @@ class Matrix {
          std::optional<Array> table, nb::object scales, int scale_number,
          std::optional<Array> tensor_scale, nb::object offsets, int offset_number, int offset_kind)
       : data_(data), table_(table), tensor_scale_(tensor_scale), scales_(scales), offsets_(offsets) {
-    require(!shape.empty() && shape.size() <= kMaxRank && block.size() == shape.size(),
-            "a shape of 1 to 8 axes and a block of the same rank are wanted");
+    w_ = geometry(shape, block);
     require(bits >= 1 && bits <= 8 && value_bits >= 1 && value_bits <= bits, "bits run from 1 to 8");
     require(kind >= 0 && kind <= 3 && offset_kind >= 0 && offset_kind <= 2, "unknown kind");
-    w_.leading = static_cast<int>(shape.size()) - 1;
-    w_.lines = product_of(shape.data(), w_.leading);
-    w_.length = shape.back();
-    require(w_.length >= 0, "a negative length");
-    for (size_t axis = 0; axis < shape.size(); ++axis) require(block[axis] >= 1, "an empty block");
-    int64_t grid_rows = 1;
-    for (int axis = 0; axis < w_.leading; ++axis) {
-      w_.extent[axis] = shape[axis];
-      w_.lead_block[axis] = block[axis];
-      w_.grid_extent[axis] = ceil_div(shape[axis], block[axis]);
-      grid_rows *= w_.grid_extent[axis];
-    }
-    w_.block = block.back();
-    w_.grid_length = ceil_div(w_.length, w_.block);
+    const int64_t grid_rows = product_of(w_.grid_extent, w_.leading);
     w_.bits = bits;
     w_.value_bits = value_bits;
     w_.kind = static_cast<Kind>(kind);
@@ -355,6 +363,160 @@ class Matrix {
   nb::object scales_, offsets_;  // kept alive: the weight points into them
 };
 
+// -- quantizing -------------------------------------------------------------------------------
+
+int64_t grid_size(const Weight& w) {
+  return product_of(w.grid_extent, w.leading) * w.grid_length;
+}
+
+Activations lines_of(const Array& x, const Weight& w) {
+  require(x.ndim() == 2 && static_cast<int64_t>(x.shape(0)) == w.lines &&
+              static_cast<int64_t>(x.shape(1)) == w.length,
+          "x must have a row for every line");
+  return {x.data(), float_of(x), w.lines, w.length, x.stride(0), x.stride(1)};
+}
+
+template <class T, class A>
+T* pointer(const A& array, int64_t size, const char* what) {
+  require(array.dtype() == nb::dtype<T>() && static_cast<int64_t>(array.size()) == size &&
+              is_contiguous(Array(array)),
+          what);
+  return static_cast<T*>(const_cast<void*>(static_cast<const void*>(array.data())));
+}
+
+// What becomes of a number, as Python says it.
+class Coder {
+ public:
+  Coder(int code, int value_bits, int store_bits, bool extends_sign, float low, float high,
+        int mantissa_bits, int bias, std::vector<float> midpoints, std::vector<uint8_t> codes,
+        int offset_kind, bool rounds_first)
+      : midpoints_(std::move(midpoints)), codes_(std::move(codes)) {
+    require(code >= 0 && code <= 2 && offset_kind >= 0 && offset_kind <= 2, "unknown kind");
+    require(value_bits >= 1 && value_bits <= store_bits && store_bits <= 8, "bits run from 1 to 8");
+    require(mantissa_bits >= 0 && mantissa_bits < 8 && bias >= 0 && bias < 100, "no such minifloat");
+    require(code != 2 || (codes_.size() == midpoints_.size() + 1 && codes_.size() <= 256),
+            "a table has a code more than midpoints");
+    e_.code = static_cast<Code>(code);
+    e_.value_bits = value_bits;
+    e_.store_bits = store_bits;
+    e_.extends_sign = extends_sign;
+    e_.low = low;
+    e_.high = high;
+    e_.mantissa_bits = mantissa_bits;
+    e_.bias = bias;
+    e_.offset_kind = static_cast<OffsetKind>(offset_kind);
+    e_.rounds_first = rounds_first;
+  }
+
+  // Codes of x by known divisors.
+  void encode(const Array& x, Writable out, const std::vector<int64_t>& shape,
+              const std::vector<int64_t>& block, const Array& divisor,
+              const std::optional<Array>& half, const std::optional<Array>& offset, bool saturates,
+              int threads) const {
+    const Weight w = geometry(shape, block);
+    const Activations a = lines_of(x, w);
+    const int64_t blocks = grid_size(w);
+    const Divisors by{pointer<const float>(divisor, blocks, "a divisor per block is wanted"),
+                      half ? pointer<const float>(*half, blocks, "a half per block") : nullptr,
+                      offset ? pointer<const float>(*offset, blocks, "an offset per block") : nullptr};
+    require(e_.offset_kind == OffsetKind::kNone || by.offset, "the offsets are missing");
+    const Codes to = codes(out, w);
+    run(w, threads, [&](const Kernels& k, const Encoder& e, int64_t first, int64_t last) {
+      k.encode(w, a, e, by, first, last, to);
+    }, saturates);
+  }
+
+  // Scales and codes of x, whose blocks lie in one line each.
+  void quantize(const Array& x, Writable out, Writable scales, const std::vector<int64_t>& shape,
+                const std::vector<int64_t>& block, int number, float range, int threads) const {
+    const Weight w = geometry(shape, block);
+    const Activations a = lines_of(x, w);
+    const int64_t blocks = grid_size(w);
+    require(blocks == w.lines * w.grid_length, "a block may not span lines here");
+    require(number >= 0 && number <= static_cast<int>(Number::kE4M3) && range > 0, "unknown scales");
+    Scales to{scales.data(), static_cast<Number>(number), range};
+    const int bits = to.number == Number::kF32 ? 32 : to.number <= Number::kBF16 ? 16 : 8;
+    require(static_cast<int64_t>(scales.size()) == blocks && scales.dtype().bits == bits &&
+                is_contiguous(Array(scales)),
+            "a scale per block is wanted");
+    const Codes data = codes(out, w);
+    run(w, threads, [&](const Kernels& k, const Encoder& e, int64_t first, int64_t last) {
+      k.quantize(w, a, e, to, first, last, data);
+    });
+  }
+
+ private:
+  Codes codes(const Writable& out, const Weight& w) const {
+    const int64_t total = static_cast<int64_t>(out.size());
+    require(out.dtype() == nb::dtype<uint8_t>() && is_contiguous(Array(out)), "codes are contiguous uint8");
+    if (!w.lines || !w.length) return {static_cast<uint8_t*>(out.data()), 0};
+    require(total % w.lines == 0 && total / w.lines >= ceil_div(w.length * e_.store_bits, 8),
+            "the output does not fit");
+    return {static_cast<uint8_t*>(out.data()), total / w.lines};
+  }
+
+  template <class Task>
+  void run(const Weight& w, int threads, const Task& task, bool saturates = false) const {
+    nb::gil_scoped_release release;
+    if (!w.lines || !w.length) return;
+    Encoder e = e_;
+    e.midpoints = midpoints_.data();
+    e.codes = codes_.data();
+    e.midpoint_count = static_cast<int>(midpoints_.size());
+    e.saturates = saturates;
+    const Kernels& k = *chosen;
+    const int64_t step = std::max<int64_t>(1, (1 << 16) / w.length / 16 * 16);
+    const int workers = w.lines * w.length < (1 << 16) ? 1 : threads > 0 ? threads : num_threads.load();
+    parallel_for(ceil_div(w.lines, step), workers, [&](int64_t i) {
+      task(k, e, i * step, std::min(w.lines, (i + 1) * step));
+    });
+  }
+
+  Encoder e_;
+  std::vector<float> midpoints_;
+  std::vector<uint8_t> codes_;
+};
+
+// Lowest and highest number of every block, or (low None) the largest magnitude.
+void ranges(const Array& x, const std::vector<int64_t>& shape, const std::vector<int64_t>& block,
+            std::optional<Writable> low, Writable high, bool saturates, int threads) {
+  const Weight w = geometry(shape, block);
+  const Activations a = lines_of(x, w);
+  const int64_t blocks = grid_size(w);
+  float* const lows = low ? pointer<float>(*low, blocks, "a low per block") : nullptr;
+  float* const highs = pointer<float>(high, blocks, "a high per block");
+  nb::gil_scoped_release release;
+  const float infinity = std::numeric_limits<float>::infinity();
+  std::fill(highs, highs + blocks, lows ? -infinity : 0.0f);
+  if (lows) std::fill(lows, lows + blocks, infinity);
+  if (!w.lines || !w.length) return;
+  // Tasks that share no row of the grid: lines of one first axis' block stay together.
+  const int64_t inner = w.leading ? w.lines / w.extent[0] : 1;
+  const int64_t band = w.leading ? w.lead_block[0] * inner : 1;
+  const int64_t step = std::max<int64_t>(1, (1 << 16) / w.length / band) * band;
+  const int workers = w.lines * w.length < (1 << 16) ? 1 : threads > 0 ? threads : num_threads.load();
+  const Kernels& k = *chosen;
+  parallel_for(ceil_div(w.lines, step), workers, [&](int64_t i) {
+    k.ranges(w, a, saturates, i * step, std::min(w.lines, (i + 1) * step), lows, highs);
+  });
+}
+
+bool all_finite(const Array& x, int threads) {
+  require(x.ndim() == 2, "two axes are wanted");
+  const int64_t rows = static_cast<int64_t>(x.shape(0)), columns = static_cast<int64_t>(x.shape(1));
+  const Activations a{x.data(), float_of(x), rows, columns, x.stride(0), x.stride(1)};
+  nb::gil_scoped_release release;
+  if (!rows || !columns) return true;
+  std::atomic<bool> finite{true};
+  const Kernels& k = *chosen;
+  const int64_t step = std::max<int64_t>(1, (1 << 17) / columns);
+  const int workers = rows * columns < (1 << 17) ? 1 : threads > 0 ? threads : num_threads.load();
+  parallel_for(ceil_div(rows, step), workers, [&](int64_t i) {
+    if (finite && !k.all_finite(a, i * step, std::min(rows, (i + 1) * step))) finite = false;
+  });
+  return finite;
+}
+
 }  // namespace
 }  // namespace pq
 
@@ -379,4 +541,19 @@ NB_MODULE(_native, m) {
       .def("decode", &Matrix::decode, nb::arg("out"), nb::arg("threads"))
       .def("matmul", &Matrix::matmul, nb::arg("x"), nb::arg("out"), nb::arg("along_k"),
            nb::arg("first_line"), nb::arg("count"), nb::arg("threads"));
+  nb::class_<pq::Coder>(m, "Coder", "How numbers become codes.")
+      .def(nb::init<int, int, int, bool, float, float, int, int, std::vector<float>,
+                    std::vector<uint8_t>, int, bool>(),
+           nb::arg("code"), nb::arg("value_bits"), nb::arg("store_bits"), nb::arg("extends_sign"),
+           nb::arg("low"), nb::arg("high"), nb::arg("mantissa_bits"), nb::arg("bias"),
+           nb::arg("midpoints"), nb::arg("codes"), nb::arg("offset_kind"), nb::arg("rounds_first"))
+      .def("encode", &pq::Coder::encode, nb::arg("x"), nb::arg("out"), nb::arg("shape"),
+           nb::arg("block"), nb::arg("divisor"), nb::arg("half").none(), nb::arg("offset").none(),
+           nb::arg("saturates"), nb::arg("threads"))
+      .def("quantize", &pq::Coder::quantize, nb::arg("x"), nb::arg("out"), nb::arg("scales"),
+           nb::arg("shape"), nb::arg("block"), nb::arg("number"), nb::arg("range"),
+           nb::arg("threads"));
+  m.def("ranges", &pq::ranges, nb::arg("x"), nb::arg("shape"), nb::arg("block"),
+        nb::arg("low").none(), nb::arg("high"), nb::arg("saturates"), nb::arg("threads"));
+  m.def("all_finite", &pq::all_finite, nb::arg("x"), nb::arg("threads"));
 }

@@ -64,6 +64,52 @@ inline void to_bf16(uint16_t* p, F v) {
   _mm_storeu_si128((__m128i*)p, narrow(_mm256_srli_epi32(_mm256_castps_si256(chosen), 16)));
 }
 
+inline F magnitude(F v) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v); }
+inline F max(F a, F b) { return _mm256_max_ps(a, b); }
+inline F min(F a, F b) { return _mm256_min_ps(a, b); }
+inline float highest(F v) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+inline float lowest(F v) {
+  __m128 half = _mm_min_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  half = _mm_min_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_min_ss(half, _mm_movehdup_ps(half)));
+}
+inline F round_even(F v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline I set1_int(int v) { return _mm256_set1_epi32(v); }
+inline I and_int(I a, I b) { return _mm256_and_si256(a, b); }
+inline I sub_int(I a, I b) { return _mm256_sub_epi32(a, b); }
+inline I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
+inline I or_int(I a, I b) { return _mm256_or_si256(a, b); }
+inline I to_int(F v) { return _mm256_cvtps_epi32(v); }  // to nearest, ties to even
+inline void store_bytes(uint8_t* p, I v) {
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(words, words));
+}
+// index + by where t lies above the edge
+inline I step_above(F t, F edge, I index, int by) {
+  const I above = _mm256_castps_si256(_mm256_cmp_ps(t, edge, _CMP_GT_OQ));
+  return add_int(index, and_int(above, set1_int(by)));
+}
+// A magnitude's bits rounded to nearest even after `drop` of them, and those dropped.
+inline I round_bits(F v, int drop) {
+  const __m128i by = _mm_cvtsi32_si128(drop);
+  const I bits = _mm256_castps_si256(v);
+  const I odd = and_int(_mm256_srl_epi32(bits, by), set1_int(1));
+  return _mm256_srl_epi32(add_int(bits, add_int(odd, set1_int((1 << (drop - 1)) - 1))), by);
+}
+// a where v < edge, else b
+inline I below(F v, F edge, I a, I b) {
+  return _mm256_blendv_epi8(b, a, _mm256_castps_si256(_mm256_cmp_ps(v, edge, _CMP_LT_OQ)));
+}
+// `bit` in the lanes of negative numbers, -0 among them
+inline I where_negative(F v, I bit) {
+  return and_int(_mm256_srai_epi32(_mm256_castps_si256(v), 31), bit);
+}
+inline F gather(const float* table, I at) { return _mm256_i32gather_ps(table, at, 4); }
+
 // -- codes ------------------------------------------------------------------------------------
 
 // Up to 4 bits: 8 codes lie in one 32-bit word.

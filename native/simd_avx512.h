@@ -56,6 +56,42 @@ inline void to_bf16(uint16_t* p, F v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
 }
 
+inline F magnitude(F v) { return _mm512_abs_ps(v); }
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }
+inline float highest(F v) { return _mm512_reduce_max_ps(v); }
+inline float lowest(F v) { return _mm512_reduce_min_ps(v); }
+inline F round_even(F v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT); }
+inline I set1_int(int v) { return _mm512_set1_epi32(v); }
+inline I and_int(I a, I b) { return _mm512_and_si512(a, b); }
+inline I to_int(F v) { return _mm512_cvtps_epi32(v); }  // to nearest, ties to even
+inline void store_bytes(uint8_t* p, I v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(v)); }
+// index + by where t lies above the edge
+inline I step_above(F t, F edge, I index, int by) {
+  const __mmask16 above = _mm512_cmp_ps_mask(t, edge, _CMP_GT_OQ);
+  return _mm512_mask_add_epi32(index, above, index, set1_int(by));
+}
+// A magnitude's bits rounded to nearest even after `drop` of them, and those dropped.
+inline I round_bits(F v, int drop) {
+  const __m128i by = _mm_cvtsi32_si128(drop);
+  const I bits = _mm512_castps_si512(v);
+  const I odd = _mm512_and_si512(_mm512_srl_epi32(bits, by), set1_int(1));
+  const I up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, set1_int((1 << (drop - 1)) - 1)));
+  return _mm512_srl_epi32(up, by);
+}
+inline I sub_int(I a, I b) { return _mm512_sub_epi32(a, b); }
+inline I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
+inline I or_int(I a, I b) { return _mm512_or_si512(a, b); }
+// a where v < edge, else b
+inline I below(F v, F edge, I a, I b) {
+  return _mm512_mask_mov_epi32(b, _mm512_cmp_ps_mask(v, edge, _CMP_LT_OQ), a);
+}
+// `bit` in the lanes of negative numbers, -0 among them
+inline I where_negative(F v, I bit) {
+  return _mm512_maskz_mov_epi32(_mm512_movepi32_mask(_mm512_castps_si512(v)), bit);
+}
+inline F gather(const float* table, I at) { return _mm512_i32gather_ps(at, table, 4); }
+
 // -- codes: kWidth of them in natural order, one a lane; bits above the field are anything --------
 
 // Where the fields of a word begin, in bits, for every width: one byte of each 32-bit lane.

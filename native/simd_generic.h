@@ -92,6 +92,48 @@ inline void to_bf16(uint16_t* p, const F& v) {
   }
 }
 
+inline F magnitude(const F& v) { return each<F>([&](int i) { return std::fabs(v.at[i]); }); }
+inline F max(const F& a, const F& b) { return each<F>([&](int i) { return a.at[i] > b.at[i] ? a.at[i] : b.at[i]; }); }
+inline F min(const F& a, const F& b) { return each<F>([&](int i) { return a.at[i] < b.at[i] ? a.at[i] : b.at[i]; }); }
+inline float highest(const F& v) {
+  float found = v.at[0];
+  for (float x : v.at) found = x > found ? x : found;
+  return found;
+}
+inline float lowest(const F& v) {
+  float found = v.at[0];
+  for (float x : v.at) found = x < found ? x : found;
+  return found;
+}
+inline F round_even(const F& v) { return each<F>([&](int i) { return std::nearbyint(v.at[i]); }); }
+inline I set1_int(int v) { return each<I>([&](int) { return static_cast<uint32_t>(v); }); }
+inline I and_int(const I& a, const I& b) { return each<I>([&](int i) { return a.at[i] & b.at[i]; }); }
+inline I or_int(const I& a, const I& b) { return each<I>([&](int i) { return a.at[i] | b.at[i]; }); }
+inline I add_int(const I& a, const I& b) { return each<I>([&](int i) { return a.at[i] + b.at[i]; }); }
+inline I sub_int(const I& a, const I& b) { return each<I>([&](int i) { return a.at[i] - b.at[i]; }); }
+inline I to_int(const F& v) {
+  return each<I>([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(std::nearbyint(v.at[i]))); });
+}
+inline void store_bytes(uint8_t* p, const I& v) {
+  for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint8_t>(v.at[i]);
+}
+inline I step_above(const F& t, const F& edge, const I& index, int by) {
+  return each<I>([&](int i) { return index.at[i] + (t.at[i] > edge.at[i] ? static_cast<uint32_t>(by) : 0u); });
+}
+inline I round_bits(const F& v, int drop) {
+  return each<I>([&](int i) {
+    const uint32_t bits = bits_of(v.at[i]);
+    return (bits + (bits >> drop & 1) + (1u << (drop - 1)) - 1) >> drop;
+  });
+}
+inline I below(const F& v, const F& edge, const I& a, const I& b) {
+  return each<I>([&](int i) { return v.at[i] < edge.at[i] ? a.at[i] : b.at[i]; });
+}
+inline I where_negative(const F& v, const I& bit) {
+  return each<I>([&](int i) { return bits_of(v.at[i]) >> 31 ? bit.at[i] : 0u; });
+}
+inline F gather(const float* table, const I& at) { return each<F>([&](int i) { return table[at.at[i]]; }); }
+
 // -- codes ------------------------------------------------------------------------------------
 
 struct Packed8 {  // 8 codes of up to 8 bits lie in one 64-bit word

@@ -9,6 +9,7 @@
 
 #include "decode-inl.h"
 #include "products-inl.h"
+#include "quantize-inl.h"
 
 #define PQ_TEXT_(name) #name
 #define PQ_TEXT(name) PQ_TEXT_(name)
@@ -18,7 +19,8 @@ namespace pq::PQ_TARGET {
 extern const Kernels kKernels;
 const Kernels kKernels = {
     PQ_TEXT(PQ_TARGET), kWidth,    kDotRows,    kPanelLines, kPanelDepth, kPanelColumns, decode,
-    pack_rows,          pack_panels, dot,       panel_rows,  panel_columns,
+    pack_rows,          pack_panels, dot,       panel_rows,  panel_columns, all_finite,
+    ranges,             encode,      quantize,
 };
 
 }  // namespace pq::PQ_TARGET

@@ -85,6 +85,11 @@ struct Output {
   int64_t row_stride;  // columns are contiguous
 };
 
+struct Encoder;
+struct Divisors;
+struct Scales;
+struct Codes;
+
 // x made float32, in one of two layouts: padded rows, or panels of transposed rows.
 struct Packed {
   float* data;
@@ -113,6 +118,18 @@ struct Kernels {
   void (*panel_columns_of)(const Weight&, const Packed&, int64_t rows, int64_t first_line,
                            int64_t depth, int64_t first, int64_t last, float* scratch,
                            const Output&);
+
+  // Quantizing. x has a row a line; the Weight gives shape and blocks alone.
+  bool (*all_finite)(const Activations&, int64_t first, int64_t last);
+  // Lowest and highest number of every block of the lines, merged into low and high (by grid row);
+  // with low null the largest magnitude into high.
+  void (*ranges)(const Weight&, const Activations&, bool saturates, int64_t first, int64_t last,
+                 float* low, float* high);
+  void (*encode)(const Weight&, const Activations&, const Encoder&, const Divisors&, int64_t first,
+                 int64_t last, const Codes&);
+  // Blocks of one line each, without offsets: scales and codes in one go.
+  void (*quantize)(const Weight&, const Activations&, const Encoder&, const Scales&, int64_t first,
+                   int64_t last, const Codes&);
 };
 
 }  // namespace pq

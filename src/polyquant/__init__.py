@@ -6,7 +6,7 @@ y = x @ q.T                         # dispatched to the best kernel that can
 """
 
 from polyquant import errors, ops
-from polyquant.backends.native import num_threads, set_num_threads
+from polyquant.backends.native.compiled import num_threads, set_num_threads
 from polyquant.data import TensorData
 from polyquant.dispatch import device_of, devices, explain, is_quantized, same_backend, supports
 from polyquant.formats import Checkpoint, load, open_checkpoint, save

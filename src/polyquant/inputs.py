@@ -19,6 +19,7 @@ from polyquant.arrays import (
     known,
     namespace,
 )
+from polyquant.backends.native.quantizing import all_finite
 from polyquant.blocks import row_slices
 from polyquant.calibrate.kmeans import fit_table
 from polyquant.dispatch import check_one_device, check_real
@@ -73,6 +74,8 @@ def check_values(x: Array, nonfinite: str, owner: Backend) -> str:
     """Refuse NaN and infinity; returns the rule that then holds."""
     if owner.is_traced(x):
         return "saturate"
+    if all_finite(x, owner):
+        return nonfinite
     xp = namespace(x)
     is_wide = dtype_name(x) == "float64"  # beyond float32's range counts as infinite
     with np.errstate(all="ignore"):

@@ -44,6 +44,6 @@ BACKEND = Backend(
     from_host=_from_host,
     move=_from_host,
     facts=_facts,
-    kernels={"cpu": ("polyquant.backends.native", "polyquant.backends.definition")},
+    kernels={"cpu": ("polyquant.backends.native.kernels", "polyquant.backends.definition")},
     functions={"clip": np.clip},
 )

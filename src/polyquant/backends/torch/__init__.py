@@ -148,7 +148,7 @@ def _put(
 _TRANSFORMS, _DEFINITION = "polyquant.torch.transforms", "polyquant.backends.definition"
 _KERNELS = MappingProxyType(
     {
-        "cpu": (_TRANSFORMS, "polyquant.backends.native", _DEFINITION),
+        "cpu": (_TRANSFORMS, "polyquant.backends.native.kernels", _DEFINITION),
         "cuda": (_TRANSFORMS, "polyquant.backends.torch.cuda.kernels", _DEFINITION),
         "*": (_TRANSFORMS, _DEFINITION),
     }

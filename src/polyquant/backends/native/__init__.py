@@ -1,0 +1,1 @@
+"""The CPU, by compiled kernels: kernels.py is the table of them."""

@@ -1,0 +1,89 @@
+"""Products and decoded values."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from polyquant.arrays import Array, namespace
+from polyquant.backends.native.weights import matrix_of, plain, plain_input, threads_for
+from polyquant.qtensor import QTensor
+
+
+def dequantize(q: QTensor, kind: Any) -> Array:
+    """The values of ``q`` in logical order, float32 where ``kind`` is None."""
+    wanted = namespace(q.data).float32 if kind is None else kind
+    out, is_wider = empty(q.data, q.stored_shape, wanted)
+    matrix_of(q).decode(plain(out), threads_for(out))
+    return q.to_logical(namespace(out).astype(out, wanted) if is_wider else out)
+
+
+def matmul(a: Array | QTensor, b: Array | QTensor, kind: Any) -> Array:
+    """``a @ b`` rounded to ``kind``, accumulated in float32."""
+    if isinstance(b, QTensor):
+        left = dequantize(a, None) if isinstance(a, QTensor) else a
+        return _product(left, b, kind)
+    # q @ x is the transpose of x.mT @ q.mT, and a vector has nothing to transpose.
+    x = b if b.ndim == 1 else _turned(b)
+    if not isinstance(a, QTensor) or a.ndim == 1 or b.ndim == 1:
+        return _product(x, a if a.ndim == 1 else a.mT, kind)
+    return _turned(_product(x, a.mT, kind))
+
+
+def _turned(x: Array) -> Array:
+    return x.swapaxes(-1, -2)
+
+
+def _product(x: Array, q: QTensor, kind: Any) -> Array:
+    """``x @ q``: NumPy's rules for vectors and batches."""
+    rows = x.shape[:-1]
+    if q.ndim > 2:
+        return _batched(x, q, kind)
+    columns = q.shape[1:]
+    count, depth = prod(rows), q.shape[0]
+    flat = plain_input(x if x.ndim == 2 else x.reshape((count, depth)))
+    out, is_wider = empty(x, (*rows, *columns), kind)
+    along_k = q.axes != (0, 1)
+    into = out if out.ndim == 2 and x.ndim == 2 else out.reshape((count, prod(columns)))
+    lines = (prod(columns)) if along_k else depth
+    matrix_of(q).matmul(flat, plain(into), along_k, 0, lines, threads_for(out))
+    return namespace(out).astype(out, kind) if is_wider else out
+
+
+def _batched(x: Array, q: QTensor, kind: Any) -> Array:
+    """A product for each matrix of a batch, broadcast like NumPy's."""
+    (depth, columns), batch = q.shape[-2:], q.shape[:-2]
+    rows = x if x.ndim > 1 else x.reshape((1, depth))
+    shape = np.broadcast_shapes(rows.shape[:-2], batch)
+    height = rows.shape[-2]
+    out, is_wider = empty(x, (*shape, height, columns), kind)
+    along_k = q.axes[-1] == q.ndim - 2
+    lines = columns if along_k else depth
+    matrix, threads = matrix_of(q), threads_for(out)
+    which = np.broadcast_to(np.arange(prod(batch)).reshape(batch), shape)
+    for at in np.ndindex(*shape):
+        skipped = len(shape) - (rows.ndim - 2)
+        own = tuple(
+            i if extent > 1 else 0 for i, extent in zip(at[skipped:], rows.shape, strict=False)
+        )
+        first = int(which[at]) * lines
+        matrix.matmul(plain_input(rows[own]), plain(out[at]), along_k, first, lines, threads)
+    made = namespace(out).astype(out, kind) if is_wider else out
+    return made if x.ndim > 1 else made.reshape((*shape, columns))
+
+
+def empty(like: Array, shape: Sequence[int], kind: Any) -> tuple[Array, bool]:
+    """A new array beside ``like``; float32 where float64 is asked for, and whether it is."""
+    is_wider = _is_float64(kind)
+    if isinstance(like, np.ndarray | np.generic):
+        return np.empty(shape, np.float32 if is_wider else kind), is_wider
+    return like.newempty(shape, dtype=namespace(like).float32 if is_wider else kind), is_wider
+
+
+@lru_cache(maxsize=64)
+def _is_float64(kind: Hashable) -> bool:
+    return (getattr(kind, "__name__", None) or str(kind)).endswith("float64")

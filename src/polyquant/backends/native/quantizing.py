@@ -1,0 +1,237 @@
+"""From arrays to quantized tensors, bit for bit as the definition has it.
+
+Where each block lies in one line and its scale is a number of its own, one pass over a line finds
+the scales and writes the codes. Elsewhere one pass finds the ranges of the blocks, the definition
+makes stored scales of them, and a second pass writes the codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from polyquant import calibrate, standard
+from polyquant.arrays import Array, Backend, HostArray, backend_of, device_kind, dtype_name
+from polyquant.backends.native.compiled import compiled, missing
+from polyquant.backends.native.weights import number_of, plain, plain_input, threads_for
+from polyquant.codec import line_size_bytes
+from polyquant.qtensor import QTensor, from_fields
+from polyquant.scheme import OffsetKind, QuantScheme
+from polyquant.standard import Params
+from polyquant.tables import CUSTOM, named_table, steps
+from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype, host_float
+
+_LONGEST_BLOCK = 1 << 16  # numbers held at a time
+_INTEGER, _MINIFLOAT, _TABLE = range(3)  # Code in native/encode.h
+_OFFSETS = (None, OffsetKind.ZERO_POINT, OffsetKind.BIAS)
+
+
+def quantize(
+    x: Array,
+    scheme: QuantScheme,
+    calibration: str,
+    *,
+    params: Params | None = None,
+    table: Array | None = None,
+    nonfinite: str = "raise",
+) -> QTensor:
+    """Quantize ``x`` (stored order): calibrate unless ``params`` are given, then encode."""
+    if not prod(x.shape):  # nothing to write
+        given = {"params": params, "table": table, "nonfinite": nonfinite}
+        return calibrate.quantize(x, scheme, calibration, **given)
+    owner = backend_of(x)
+    coder, entries = _coder_of(scheme, table, owner)
+    is_minmax = params is None and calibration == "minmax"
+    if is_minmax and nonfinite == "raise" and _is_one_pass(x, scheme):
+        data, scales = _in_one_pass(x, scheme, coder, entries)
+        params = Params(_back(scales, owner, x), None, None, table)
+    else:
+        if is_minmax:
+            params = _minmax(x, scheme, entries, nonfinite, owner, table)
+        elif params is None:
+            name, argument = calibrate.check(calibration, scheme)
+            params = calibrate.METHODS[name][0](x, scheme, table, nonfinite, argument)
+        data = _encoded(x, scheme, coder, _on_host(params, owner), nonfinite)
+    shape, axes = tuple(x.shape), tuple(range(x.ndim))
+    grids = (params.scales, params.tensor_scale, params.offsets, params.table)
+    return from_fields(scheme, shape, _back(data, owner, x), *grids, axes, owner.device_of(x))
+
+
+def all_finite(x: Array, owner: Backend) -> bool | None:
+    """Whether every number is finite; None where the compiled part cannot say."""
+    if missing() is not None or dtype_name(x) == "float64":
+        return None
+    is_here = device_kind(owner.device_of(x)) == "cpu" and hasattr(x, "reshape")
+    if not is_here or owner.name not in ("numpy", "torch"):
+        return None
+    return bool(compiled().all_finite(_lines(x), threads_for(x)))
+
+
+# -- scales -----------------------------------------------------------------------------------
+
+
+def _is_one_pass(x: Array, scheme: QuantScheme) -> bool:
+    extents = scheme.block_extents(x.shape)
+    return (
+        scheme.offset is None
+        and scheme.tensor_scale is None
+        and isinstance(scheme.scale, ScaleDtype)
+        and all(extent == 1 for extent in extents[:-1])
+        and (not extents or extents[-1] <= _LONGEST_BLOCK)
+    )
+
+
+def _in_one_pass(
+    x: Array, scheme: QuantScheme, coder: Any, entries: HostArray | None
+) -> tuple[HostArray, HostArray]:
+    kind = scheme.scale
+    if not isinstance(kind, ScaleDtype):
+        raise TypeError(kind)  # _is_one_pass has looked
+    data, shape, block = _room(x, scheme)
+    stored = np.dtype(kind.storage) if kind.storage == "uint8" else host_float(kind)
+    scales = np.empty(scheme.scale_shape(x.shape), stored)
+    spread = scheme.value.half_range if entries is None else float(np.abs(entries).max())
+    number = number_of(kind)
+    flat = plain(scales.reshape(-1))
+    coder.quantize(_lines(x), data, flat, shape, block, number, spread, threads_for(x))
+    return data, scales
+
+
+def _minmax(
+    x: Array,
+    scheme: QuantScheme,
+    entries: HostArray | None,
+    nonfinite: str,
+    owner: Backend,
+    table: Array | None,
+) -> Params:
+    """The definition's parameters of the ranges of the blocks."""
+    shape, block = _geometry(x, scheme)
+    grid = scheme.scale_shape(x.shape)
+    high = np.empty(grid, np.float32)
+    low = None if scheme.offset is None else np.empty(grid, np.float32)
+    flat_low = None if low is None else low.reshape(-1)
+    saturates = nonfinite == "saturate"
+    args = (_lines(x), shape, block, flat_low, high.reshape(-1), saturates, threads_for(x))
+    compiled().ranges(*args)
+    if low is None:
+        bottom, top = -high, high
+    else:
+        # Empty blocks, and zeros of either sign, as the definition has them.
+        bottom = np.where(np.isfinite(low), low, np.float32(0))
+        top = np.where(np.isfinite(high), high, np.float32(0))
+        bottom, top = standard.widen(scheme, bottom, top)
+    ideal = standard.ideal_scale(scheme, bottom, top, entries)
+    found = standard.params_of(scheme, ideal, bottom, entries)
+    moved = [_there(part, owner, x) for part in found[:3]]
+    return Params(moved[0], moved[1], moved[2], table)
+
+
+def _there(part: Any, owner: Backend, x: Array) -> Any:
+    if part is None:
+        return None
+    device = owner.device_of(x)
+    return (
+        part.to(device) if isinstance(part, QTensor) else owner.from_host(np.asarray(part), device)
+    )
+
+
+def _on_host(params: Params, owner: Backend) -> Params:
+    def host(part: Any) -> Any:
+        if part is None:
+            return None
+        return part.to("numpy") if isinstance(part, QTensor) else owner.to_host(part)
+
+    return Params(*(host(part) for part in params))
+
+
+# -- codes ------------------------------------------------------------------------------------
+
+
+def _encoded(
+    x: Array, scheme: QuantScheme, coder: Any, params: Params, nonfinite: str
+) -> HostArray:
+    data, shape, block = _room(x, scheme)
+    scale = standard.divisor(scheme, params)
+    offsets = None if params.offsets is None else standard.offset_numbers(params.offsets)
+    saturates = nonfinite == "saturate"
+    grids = (_flat(scale.value), _flat(scale.half), _flat(offsets))
+    coder.encode(_lines(x), data, shape, block, *grids, saturates, threads_for(x))
+    return data
+
+
+def _flat(grid: Any) -> Any:
+    return None if grid is None else np.ascontiguousarray(grid, np.float32).reshape(-1)
+
+
+def _coder_of(
+    scheme: QuantScheme, table: Array | None, owner: Backend
+) -> tuple[Any, HostArray | None]:
+    """What writes the codes of a scheme, and the entries of its table."""
+    if scheme.mode is not QuantMode.LOOKUP or table is None:
+        return _coder(scheme), None
+    if scheme.table != CUSTOM:
+        return _coder(scheme), named_table(str(scheme.table))
+    host = owner.to_host(table)
+    return _new_coder(scheme, host), host
+
+
+@lru_cache(maxsize=256)
+def _coder(scheme: QuantScheme) -> Any:
+    is_lookup = scheme.mode is QuantMode.LOOKUP
+    return _new_coder(scheme, named_table(str(scheme.table)) if is_lookup else None)
+
+
+def _new_coder(scheme: QuantScheme, entries: HostArray | None) -> Any:
+    value = scheme.value
+    is_native = scheme.store is QuantStore.NATIVE
+    found = None if entries is None else steps(entries)
+    code = _TABLE if found else _MINIFLOAT if value.is_float else _INTEGER
+    exponent_bits, mantissa_bits = (int(value[1]), int(value[3])) if value.is_float else (1, 0)
+    offset = scheme.offset
+    return compiled().Coder(
+        code=code,
+        value_bits=value.bits,
+        store_bits=8 if is_native else value.bits,
+        extends_sign=is_native and code == _INTEGER and value.is_signed and value.bits < 8,
+        low=value.range[0],
+        high=value.range[1],
+        mantissa_bits=mantissa_bits,
+        bias=2 ** (exponent_bits - 1) - 1,
+        midpoints=found.midpoints.tolist() if found else [],
+        codes=found.codes.tolist() if found else [],
+        offset_kind=_OFFSETS.index(None if offset is None else offset.kind),
+        rounds_first=offset is not None and isinstance(offset.dtype, QuantValue),
+    )
+
+
+# -- shapes -----------------------------------------------------------------------------------
+
+
+def _geometry(x: Array, scheme: QuantScheme) -> tuple[Sequence[int], Sequence[int]]:
+    shape = tuple(x.shape) or (1,)
+    return shape, scheme.block_extents(x.shape) or (1,)
+
+
+def _room(x: Array, scheme: QuantScheme) -> tuple[HostArray, Sequence[int], Sequence[int]]:
+    """A new array for the packed codes, the shape and the extents of the blocks."""
+    shape, block = _geometry(x, scheme)
+    size = line_size_bytes(shape[-1], scheme.bits, scheme.store)
+    stored = (*x.shape[:-1], size)
+    return np.empty(stored, np.uint8), shape, block
+
+
+def _lines(x: Array) -> Any:
+    """A row for every line: a view where the leading axes allow it."""
+    if x.ndim != 2:
+        length = x.shape[-1] if x.ndim else 1
+        x = x.reshape((prod(x.shape[:-1]) if x.ndim else 1, length))
+    return plain_input(x)
+
+
+def _back(array: HostArray, owner: Backend, x: Array) -> Array:
+    return owner.from_host(array, owner.device_of(x))
