@@ -76,8 +76,7 @@ class MappedFile:
 
     def release(self) -> None:
         """Give the mapped pages back to the system. Views of them stay valid, and map them anew."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self.buffer.madvise(mmap.MADV_DONTNEED)
+        release_pages(self.buffer)
 
 
 @dataclass(frozen=True)
@@ -117,6 +116,12 @@ def open_file(path: Path) -> MappedFile:
         t.name: t._replace(start=t.start + 8 + length, stop=t.stop + 8 + length) for t in tensors
     }
     return MappedFile(path, metadata, placed, buffer)
+
+
+def release_pages(buffer: mmap.mmap) -> None:
+    """Give the pages of a mapped file back to the system, where it knows how."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        buffer.madvise(mmap.MADV_DONTNEED)
 
 
 def map_file(path: Path) -> tuple[int, mmap.mmap]:

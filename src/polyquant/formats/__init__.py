@@ -30,6 +30,7 @@ FORMATS: Mapping[str, str] = MappingProxyType(
     {
         "polyquant": "polyquant.formats.polyquant",
         "gguf": "polyquant.formats.gguf",
+        "burnpack": "polyquant.formats.burnpack",
         "npz": "polyquant.formats.npz",
         "bitsandbytes": "polyquant.formats.bitsandbytes",
         "gptq": "polyquant.formats.gptq",

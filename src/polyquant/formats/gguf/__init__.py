@@ -132,7 +132,7 @@ def _read_ternary(file: Gguf, info: Info, layout: str) -> QTensor:
 
 
 def _raw(file: Gguf, info: Info, nbytes: int) -> HostArray:
-    return np.frombuffer(file.buffer, np.uint8, nbytes, info.start)
+    return np.frombuffer(memoryview(file.buffer)[info.start : info.start + nbytes], np.uint8)
 
 
 def _read_array(file: Gguf, info: Info, dtype: np.dtype[Any]) -> HostArray:

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from polyquant.errors import InvalidHeader, UnsupportedVersion
-from polyquant.files.container import ELEMENTS_LIMIT, map_file
+from polyquant.files.container import ELEMENTS_LIMIT, map_file, release_pages
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -78,8 +78,7 @@ class Gguf:
 
     def release(self) -> None:
         """Give the mapped pages back to the system."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self.buffer.madvise(mmap.MADV_DONTNEED)
+        release_pages(self.buffer)
 
 
 @dataclass(frozen=True)
