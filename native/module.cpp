@@ -46,7 +46,8 @@ std::vector<const Kernels*> usable() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni"))
+      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
+      __builtin_cpu_supports("bmi2"))
     found.push_back(&avx512::kKernels);
 #endif
 #ifdef PQ_HAS_avx2
@@ -503,8 +504,10 @@ void ranges(const Array& x, const std::vector<int64_t>& shape, const std::vector
 
 bool all_finite(const Array& x, int threads) {
   require(x.ndim() == 2, "two axes are wanted");
-  const int64_t rows = static_cast<int64_t>(x.shape(0)), columns = static_cast<int64_t>(x.shape(1));
-  const Activations a{x.data(), float_of(x), rows, columns, x.stride(0), x.stride(1)};
+  const int line = x.stride(0) == 1 ? 0 : 1;  // either order will do: that of the memory
+  const int64_t rows = static_cast<int64_t>(x.shape(1 - line));
+  const int64_t columns = static_cast<int64_t>(x.shape(line));
+  const Activations a{x.data(), float_of(x), rows, columns, x.stride(1 - line), x.stride(line)};
   nb::gil_scoped_release release;
   if (!rows || !columns) return true;
   std::atomic<bool> finite{true};

@@ -18,7 +18,10 @@ inline void read_lines(const Activations& x, int64_t first, int64_t lines, int64
     turned.row_stride = x.column_stride;
     turned.column_stride = 1;
     alignas(64) float column[kLinesRead + 16];
+    const int64_t item = x.type == Float::kF32 ? 4 : 2;
+    const char* ahead = static_cast<const char*>(x.data) + first * item;
     for (int64_t k = 0; k < count; ++k) {
+      prefetch(ahead + (start + min64(k + 16, count - 1)) * x.column_stride * item);
       row_of(turned, start + k, first, lines, column);
       for (int64_t i = 0; i < lines; ++i) out[i * stride + k] = column[i];
     }
@@ -281,26 +284,23 @@ inline void pack_line(const uint8_t* fields, int64_t count, const Encoder& e, co
                       int64_t line) {
   uint8_t* out = to.data + line * to.line_bytes;
   if (e.store_bits == 8) {
-    const uint8_t sign = e.extends_sign ? static_cast<uint8_t>(1u << (e.value_bits - 1)) : 0;
+    if (!e.extends_sign) {
+      std::memcpy(out, fields, static_cast<size_t>(count));
+      std::memset(out + count, 0, static_cast<size_t>(to.line_bytes - count));
+      return;
+    }
+    const uint8_t sign = static_cast<uint8_t>(1u << (e.value_bits - 1));
     for (int64_t i = 0; i < count; ++i) out[i] = static_cast<uint8_t>((fields[i] ^ sign) - sign);
     std::memset(out + count, 0, static_cast<size_t>(to.line_bytes - count));
     return;
   }
   const int bits = e.store_bits;
-  const auto joined = [bits](uint64_t eight) {  // 8 bytes of `bits` bits each side by side
-    const auto halve = [](uint64_t word, uint64_t even, int by) {
-      return (word & even) | ((word & ~even) >> by);
-    };
-    eight = halve(eight, 0x00ff00ff00ff00ffull, 8 - bits);
-    eight = halve(eight, 0x0000ffff0000ffffull, 2 * (8 - bits));
-    return halve(eight, 0x00000000ffffffffull, 4 * (8 - bits));
-  };
   int64_t i = 0;
   uint8_t* const end = to.data + (line + 1) * to.line_bytes;
   for (; i + 8 <= count && out + 8 <= end; i += 8, out += bits) {
     uint64_t eight;
     std::memcpy(&eight, fields + i, 8);
-    eight = joined(eight);
+    eight = join_fields(eight, bits);
     std::memcpy(out, &eight, 8);
   }
   for (; i < count; i += 8) {
@@ -308,7 +308,7 @@ inline void pack_line(const uint8_t* fields, int64_t count, const Encoder& e, co
     std::memcpy(some, fields + i, static_cast<size_t>(min64(8, count - i)));
     uint64_t eight;
     std::memcpy(&eight, some, 8);
-    eight = joined(eight);
+    eight = join_fields(eight, bits);
     const int64_t bytes = min64(bits, end - out);
     std::memcpy(out, &eight, static_cast<size_t>(bytes));
     out += bytes;
@@ -334,6 +334,7 @@ template <class Piece>
 PQ_INLINE void each_piece(const Weight& w, const Activations& x, const Encoder& e, int64_t step,
                           int64_t first, int64_t last, const Codes& to, const Piece& piece) {
   const int64_t together = x.column_stride == 1 ? 1 : kLinesRead;
+  const bool in_place = x.column_stride == 1 && x.type == Float::kF32 && !e.saturates;
   const int64_t stride = (w.length + 63) / 64 * 64 + 64, room = (step + 63) / 64 * 64 + 16;
   float* const some = new float[static_cast<size_t>(together * room + together * stride / 4)];
   uint8_t* const fields = reinterpret_cast<uint8_t*>(some + together * room);
@@ -341,9 +342,16 @@ PQ_INLINE void each_piece(const Weight& w, const Activations& x, const Encoder& 
     const int64_t lines = min64(together, last - line);
     for (int64_t at = 0; at < w.length; at += step) {
       const int64_t count = min64(step, w.length - at);
+      if (in_place && count % kWidth == 0) {
+        const float* row = static_cast<const float*>(x.data) + line * x.row_stride + at;
+        piece(line, row, at, count, fields + at);
+        continue;
+      }
       read_lines(x, line, lines, at, count, some, room);
-      for (int64_t i = 0; i < lines; ++i)
+      for (int64_t i = 0; i < lines; ++i) {
+        if (e.saturates) saturate(some + i * room, count, false);
         piece(line + i, some + i * room, at, count, fields + i * stride + at);
+      }
     }
     for (int64_t i = 0; i < lines; ++i) pack_line(fields + i * stride, w.length, e, to, line + i);
   }
@@ -354,8 +362,8 @@ inline void encode(const Weight& w, const Activations& x, const Encoder& e, cons
                    int64_t first, int64_t last, const Codes& to) {
   [[maybe_unused]] const FlushSubnormals mode;
   with_code(e, [&](auto code) PQ_INLINE_LAMBDA {
-    const auto piece = [&](int64_t line, float* values, int64_t at, int64_t count, uint8_t* out) {
-      if (e.saturates) saturate(values, count, false);
+    const auto piece = [&](int64_t line, const float* values, int64_t at, int64_t count,
+                           uint8_t* out) {
       const int64_t row = w.grid_row(line) * w.grid_length;
       for (int64_t b = 0; b < count;) {
         const int64_t g = (at + b) / w.block, entry = row + g;
@@ -377,16 +385,35 @@ inline void quantize(const Weight& w, const Activations& x, const Encoder& e, co
                      int64_t first, int64_t last, const Codes& to) {
   [[maybe_unused]] const FlushSubnormals mode;
   with_code(e, [&](auto code) PQ_INLINE_LAMBDA {
-    const auto piece = [&](int64_t line, float* values, int64_t at, int64_t count, uint8_t* out) {
-      const int64_t row = line * w.grid_length;
-      for (int64_t b = 0; b < count;) {
-        const int64_t g = (at + b) / w.block;
-        const int64_t end = min64(count, (g + 1) * w.block - at);
-        const float alpha = flushed_number(extent_of<true>(values + b, end - b).high);
+    // Step by step over all blocks of a piece, so that none waits for another's division.
+    alignas(64) float numbers[kSegment + 16], reciprocals[kSegment + 16];
+    const F range = set1(scales.range), one = set1(1.0f);
+    const auto piece = [&](int64_t line, const float* values, int64_t at, int64_t count,
+                           uint8_t* out) {
+      const int64_t entry = line * w.grid_length + at / w.block;
+      const int64_t blocks = (count + w.block - 1) / w.block;
+      for (int64_t g = 0; g < blocks; ++g) {
+        const int64_t from = g * w.block, length = min64(w.block, count - from);
+        numbers[g] = extent_of<true>(values + from, length).high;
+      }
+      for (int64_t g = 0; g < blocks; g += kWidth)
+        store(numbers + g, divide(load(numbers + g), range));
+      bool is_plain = true;
+      for (int64_t g = 0; g < blocks; ++g) {
         bool half;
-        const float divisor = store_rounded_up(flushed_number(alpha / scales.range), scales, row + g, half);
-        encode_run(code, OffsetKind::kNone, factor_of(divisor, half), 0.0f, values + b, end - b, out + b);
-        b = end;
+        numbers[g] = store_rounded_up(numbers[g], scales, entry + g, half);
+        is_plain &= !half && numbers[g] > 0.0f && numbers[g] <= 0x1p126f;
+      }
+      for (int64_t g = 0; g < blocks; g += kWidth)
+        store(reciprocals + g, divide(one, load(numbers + g)));
+      for (int64_t g = 0; g < blocks; ++g) {
+        Factor by{1.0f, reciprocals[g]};
+        if (!is_plain)
+          by = factor_of(numbers[g], scales.number == Number::kUE8M0 &&
+                                         !static_cast<const uint8_t*>(scales.data)[entry + g]);
+        const int64_t from = g * w.block;
+        encode_run(code, OffsetKind::kNone, by, 0.0f, values + from, min64(w.block, count - from),
+                   out + from);
       }
     };
     const int64_t step = w.block < kSegment ? kSegment / w.block * w.block : w.block;

@@ -64,6 +64,14 @@ inline void to_bf16(uint16_t* p, F v) {
   _mm_storeu_si128((__m128i*)p, narrow(_mm256_srli_epi32(_mm256_castps_si256(chosen), 16)));
 }
 
+inline F divide(F a, F b) { return _mm256_div_ps(a, b); }
+// 8 fields of `bits` bits, a byte each, side by side: joined in pairs, three times.
+inline uint64_t join_fields(uint64_t eight, int bits) {
+  const uint64_t even[] = {0x00ff00ff00ff00ffull, 0x0000ffff0000ffffull, 0x00000000ffffffffull};
+  for (int i = 0; i < 3; ++i)
+    eight = (eight & even[i]) | ((eight & ~even[i]) >> ((8 - bits) << i));
+  return eight;
+}
 inline F magnitude(F v) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v); }
 inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F min(F a, F b) { return _mm256_min_ps(a, b); }

@@ -56,6 +56,11 @@ inline void to_bf16(uint16_t* p, F v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
 }
 
+inline F divide(F a, F b) { return _mm512_div_ps(a, b); }
+// 8 fields of `bits` bits, a byte each, side by side.
+inline uint64_t join_fields(uint64_t eight, int bits) {
+  return _pext_u64(eight, 0x0101010101010101ull * ((1u << bits) - 1));
+}
 inline F magnitude(F v) { return _mm512_abs_ps(v); }
 inline F max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F min(F a, F b) { return _mm512_min_ps(a, b); }

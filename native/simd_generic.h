@@ -92,6 +92,14 @@ inline void to_bf16(uint16_t* p, const F& v) {
   }
 }
 
+inline F divide(const F& a, const F& b) { return each<F>([&](int i) { return flushed(flushed(a.at[i]) / flushed(b.at[i])); }); }
+// 8 fields of `bits` bits, a byte each, side by side: joined in pairs, three times.
+inline uint64_t join_fields(uint64_t eight, int bits) {
+  const uint64_t even[] = {0x00ff00ff00ff00ffull, 0x0000ffff0000ffffull, 0x00000000ffffffffull};
+  for (int i = 0; i < 3; ++i)
+    eight = (eight & even[i]) | ((eight & ~even[i]) >> ((8 - bits) << i));
+  return eight;
+}
 inline F magnitude(const F& v) { return each<F>([&](int i) { return std::fabs(v.at[i]); }); }
 inline F max(const F& a, const F& b) { return each<F>([&](int i) { return a.at[i] > b.at[i] ? a.at[i] : b.at[i]; }); }
 inline F min(const F& a, const F& b) { return each<F>([&](int i) { return a.at[i] < b.at[i] ? a.at[i] : b.at[i]; }); }

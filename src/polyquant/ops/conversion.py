@@ -132,10 +132,10 @@ def _warn_of_dead_blocks(x: Array, q: QTensor, nonfinite: str) -> None:
     if backend_of(x).is_traced(x):
         return
     xp = namespace(x)
-    scale = standard.divisor(scheme, Params(q.scales, None, None, q.table)).value
     smallest = float(scale_grid(ScaleDtype(str(kind)))[1])
-    if not known(xp.any(scale == smallest)):
+    if not known(xp.any(q.scales == (smallest if kind is ScaleDtype.F16 else 1))):  # as stored
         return
+    scale = standard.divisor(scheme, Params(q.scales, None, None, q.table)).value
     _, alpha = standard.value_range(x, scheme, nonfinite=nonfinite)
     dead = (scale == smallest) & (alpha > 0) & (alpha < 0.5 * smallest * _first_step(q))
     count = int(xp.sum(xp.astype(dead, xp.int32)))
