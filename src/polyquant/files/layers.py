@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,10 @@ from polyquant.errors import InvalidHeader, UnknownFormat, UnsupportedDtype
 from polyquant.files.checkpoint import Checkpoint, Entry
 from polyquant.files.container import Container, RawTensor
 from polyquant.files.info import FILE_DTYPES, TensorInfo
-from polyquant.files.probe import Probe
+from polyquant.files.probe import CONFIG, Probe
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 
-#: Metadata key under which the config that a checkpoint was read by is kept.
-CONFIG = "quantization_config"
 #: The scale types of floats in files.
 FLOAT_SCALES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}.items()
 
@@ -36,6 +34,8 @@ class Layer:
     scheme: QuantScheme
     uses: tuple[str, ...]
     read: Callable[[], QTensor]
+    #: What of its storage the tensor does not say, to write it back to the same bytes.
+    origin: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Source:
@@ -135,6 +135,9 @@ def open_layers(probe: Probe, source: Source, layers: Iterable[Layer]) -> Checkp
     metadata = dict(source.container.metadata)
     if source.config:
         metadata[CONFIG] = json.dumps(source.config)
+    origins = {e.name: dict(e.origin) for e in by_use.values() if e.origin}
+    if origins:
+        metadata[source.format] = json.dumps(origins)
     return Checkpoint(
         probe.path, source.format, metadata, entries, release=source.container.release
     )

@@ -18,6 +18,9 @@ _NAMES = ("model.safetensors", f"model{INDEX_SUFFIX}")
 _SUFFIXES = (INDEX_SUFFIX, ".safetensors", ".gguf", ".bpk", ".npz")
 
 
+#: The name of what a config says of quantization, in configs and in metadata.
+CONFIG = "quantization_config"
+
 #: Files in which tools keep what a config.json could say -> the quant_method that they mean.
 _OWN_CONFIGS: Mapping[str, str] = MappingProxyType(
     {
@@ -87,10 +90,10 @@ class Probe:
 
         That is ``quantization_config`` (or MLX's ``quantization``) of a model's config; or, where
         one was passed that has neither, the whole; or what tools write to files of their own beside
-        the tensors. Keys of the latter get the names that configs use.
+        the tensors; or what the metadata of the file itself hold, as files written here do.
         """
         config = self.config
-        for key in ("quantization_config", "quantization"):
+        for key in (CONFIG, "quantization"):
             found = config.get(key)
             if isinstance(found, Mapping) and found:
                 return found
@@ -101,7 +104,8 @@ class Probe:
             if beside.is_file():
                 found = parse_object(read_small(beside), beside, "the config")
                 return {"quant_method": method} | found
-        return {}
+        inside = None if self.container is None else self.container.metadata.get(CONFIG)
+        return {} if inside is None else parse_object(inside, self.file, "its quantization config")
 
     @property
     def method(self) -> str | None:

@@ -62,6 +62,8 @@ class PlannedWriter:
         self._alignment, self._extra = alignment, tuple(extra)
         self._written: set[str] = set()
         self._file: Replacement | None = None
+        #: The quantization config that belongs into a config.json beside the file; or nothing.
+        self.config: dict[str, Any] = {}
 
     def write(self, name: str, tensor: Array | QTensor) -> None:
         """Write one planned tensor, of any library.

@@ -6,21 +6,33 @@ on across the ends of rows. ``quant_state.bitsandbytes__nf4`` is JSON as bytes.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from polyquant.arrays import HostArray
 from polyquant.errors import CorruptData
-from polyquant.files.assemble import assemble
+from polyquant.files.assemble import assemble, numbers_of
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.container import is_shape
+from polyquant.files.info import FILE_DTYPES, TensorInfo
 from polyquant.files.layers import Layer, Source, open_layers
-from polyquant.files.probe import Probe
+from polyquant.files.probe import CONFIG, Probe
+from polyquant.files.stored import (
+    StoredArray,
+    base_of,
+    check_held,
+    open_stored_writer,
+    plain_why_not,
+)
 from polyquant.files.strict_json import parse_object
+from polyquant.files.writing import PlannedWriter
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.tables import CUSTOM, NAMED, named_table, table_bits
@@ -109,7 +121,8 @@ def _four_bit_layer(source: Source, name: str, state_name: str) -> Layer:
         source.expect(f"{name}.absmax", ("F32",), (blocks,))
     scheme = _scheme(source, name, shape, block, is_nested=is_nested)
     read = partial(_read_four_bit, source, name, scheme, shape, state)
-    return Layer(name, shape, scheme, tuple(uses), read)
+    text = bytes(source.raw_bytes(state_name)).decode()
+    return Layer(name, shape, scheme, tuple(uses), read, {"state": text, "storage": packed.dtype})
 
 
 def _padded(size: int, dtype: str) -> int:
@@ -179,3 +192,179 @@ def _read_four_bit(
     else:
         numbers["scales"] = absmax
     return assemble(scheme, shape, numbers)
+
+
+# -- writing ----------------------------------------------------------------------------------
+
+#: Variant -> the scheme that its weights have.
+VARIANTS: Mapping[str, str] = MappingProxyType(
+    {
+        "nf4": "u4[nf4]/64:f32",
+        "fp4": "u4[fp4]/64:f32",
+        "nf4-double": "u4[nf4]/64:(u8[dynamic8]/256:f32+bias:f32)~flat",
+        "int8": "q8s/row:absmax.f32",
+    }
+)
+
+
+def why_not_hold(info: TensorInfo) -> str | None:
+    """Why bitsandbytes cannot hold a tensor exactly, or None."""
+    scheme = info.scheme
+    if scheme is None:
+        return plain_why_not(info)
+    if info.axes != tuple(range(len(info.shape))) or not info.shape:
+        return "its axes are stored in another order"
+    if str(scheme) == VARIANTS["int8"]:
+        return None if info.name.endswith(".weight") else "it is not the weight of a module"
+    if scheme.table not in _TYPES or scheme.bits != 4 or scheme.offset is not None:
+        return f"bitsandbytes has no {scheme}"
+    is_flat = scheme.view == (-1,)
+    if (scheme.view is not None and not is_flat) or scheme.block is None or len(scheme.block) != 1:
+        return f"its blocks are runs of the flat weight, not {scheme.block}"
+    block = scheme.block[0]
+    if block == -1 or (not is_flat and info.shape[-1] % block):
+        return f"blocks of {block} are cut at the ends of rows of {info.shape[-1]}"
+    return _why_not_scales(scheme, info)
+
+
+def _why_not_scales(scheme: QuantScheme, info: TensorInfo) -> str | None:
+    if scheme.scale == "f32":
+        return None
+    inner = scheme.scale
+    nested = _nested_block(info.shape[-1] // (scheme.block or (1,))[0])
+    right = (_NESTED_BLOCK,) if scheme.view is not None else nested
+    fits = (
+        isinstance(inner, QuantScheme)
+        and inner.bits == 8
+        and inner.table is not None
+        and inner.scale == "f32"
+        and inner.offset == ("bias", "f32")
+        and inner.block == right
+    )
+    return None if fits else f"its maxima are f32 or 8-bit ones of 256, not {scheme.scale}"
+
+
+def open_writer(
+    path: Path, plan: Sequence[TensorInfo], metadata: Mapping[str, str] = MappingProxyType({})
+) -> PlannedWriter:
+    """The writer of a file. What was read from one keeps its ``quant_state`` to the byte.
+
+    Raises UnsupportedDtype, InvalidName, and CorruptData when a tensor comes whose offsets differ.
+    """
+    check_held(plan, why_not_hold, NAME)
+    origin = _origin(metadata)
+    kinds = {info.scheme.table for info in plan if info.scheme is not None}
+    is_int8 = kinds == {None}
+    nested = any(isinstance(i.scheme.scale, QuantScheme) for i in plan if i.scheme is not None)
+    config = {"quant_method": NAME, "load_in_8bit": is_int8, "load_in_4bit": not is_int8}
+    if not is_int8:
+        config |= {
+            "bnb_4bit_quant_type": next(iter(sorted(k for k in kinds if k)), "nf4"),
+            "bnb_4bit_use_double_quant": nested,
+            "bnb_4bit_compute_dtype": "float32",
+            "bnb_4bit_quant_storage": "uint8",
+        }
+    kept = {k: v for k, v in metadata.items() if k not in (CONFIG, NAME)} | {"format": "pt"}
+    return open_stored_writer(
+        path,
+        plan,
+        layout=lambda info: [array for array, _ in _stored(info, origin, None)],
+        encode=lambda info, q: [(a.name, values) for a, values in _stored(info, origin, q)],
+        metadata=kept,
+        config=config,
+    )
+
+
+def _origin(metadata: Mapping[str, str]) -> Mapping[str, Any]:
+    try:
+        found = json.loads(metadata.get(NAME, "{}"))
+    except ValueError:
+        found = {}
+    return found if isinstance(found, dict) else {}
+
+
+def _stored(
+    info: TensorInfo, origin: Mapping[str, Any], q: QTensor | None
+) -> Iterator[tuple[StoredArray, Any]]:
+    """The arrays of a tensor; their values once there is one."""
+    scheme, name = info.scheme, info.name
+    if scheme is None:
+        return
+    numbers = {} if q is None else numbers_of(q)
+    if scheme.table is None:
+        base = base_of(info)
+        codes = None if q is None else numbers["codes"]
+        yield StoredArray(name, "I8", info.shape), codes
+        yield StoredArray(f"{base}.SCB", "F32", info.shape[:1]), numbers.get("scales")
+        yield StoredArray(f"{base}.weight_format", "U8", ()), np.zeros((), np.uint8)
+        return
+    own = origin.get(name, {})
+    size, block = math.prod(info.shape), (scheme.block or (1,))[0]
+    storage = own.get("storage", "U8")
+    width = FILE_DTYPES[storage].bits // 8
+    packed = None if q is None else _packed(numbers["codes"], _padded(size, storage))
+    yield StoredArray(name, storage, (_padded(size, storage) // width, 1)), packed
+    blocks = -(-size // block)
+    yield StoredArray(f"{name}.quant_map", "F32", (16,)), numbers.get("table")
+    offset = 0.0
+    if isinstance(scheme.scale, QuantScheme):
+        outer = (-(-blocks // _NESTED_BLOCK),)
+        yield StoredArray(f"{name}.absmax", "U8", (blocks,)), numbers.get("scales.codes")
+        yield StoredArray(f"{name}.nested_absmax", "F32", outer), numbers.get("scales.scales")
+        table = numbers.get("scales.table")
+        yield StoredArray(f"{name}.nested_quant_map", "F32", (256,)), table
+        if q is not None:
+            offset = _one_offset(name, numbers["scales.offsets"])
+    else:
+        yield StoredArray(f"{name}.absmax", "F32", (blocks,)), numbers.get("scales")
+    text = _state(info, scheme, block, offset, own.get("state"), measured=q is None)
+    state = StoredArray(f"{name}{_STATE}{scheme.table}", "U8", (len(text),))
+    yield state, np.frombuffer(text, np.uint8)
+
+
+def _packed(codes: HostArray, nbytes: int) -> HostArray:
+    flat = np.zeros(2 * nbytes, np.uint8)
+    flat[: codes.size] = codes.reshape(-1)
+    made: HostArray = flat[::2] << 4 | flat[1::2]
+    return made
+
+
+def _one_offset(name: str, offsets: HostArray) -> float:
+    if offsets.size and (offsets != offsets.flat[0]).any():
+        reason = "its maxima have several offsets, and bitsandbytes holds one"
+        raise CorruptData(what=f"Tensor {name!r}", reason=reason)
+    return float(offsets.flat[0]) if offsets.size else 0.0
+
+
+#: Characters of a nested offset: as many as the longest repr of a float32 in float64.
+_OFFSET_WIDTH = 26
+
+
+def _state(
+    info: TensorInfo,
+    scheme: QuantScheme,
+    block: int,
+    offset: float,
+    kept: object,
+    *,
+    measured: bool,
+) -> bytes:
+    """The JSON of the quant_state: the kept one where it says the same, else one of fixed width."""
+    facts: dict[str, Any] = {
+        "quant_type": scheme.table,
+        "blocksize": block,
+        "dtype": "float32",
+        "shape": list(info.shape),
+    }
+    if isinstance(scheme.scale, QuantScheme):
+        facts |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32"}
+    if isinstance(kept, str):
+        found = json.loads(kept)
+        same = {**facts, "dtype": found.get("dtype")}
+        is_same = {k: v for k, v in found.items() if k != "nested_offset"} == same
+        if is_same and (measured or np.float32(found.get("nested_offset", 0.0)) == offset):
+            return kept.encode()
+    if isinstance(scheme.scale, QuantScheme):
+        text = json.dumps(facts)[:-1] + f', "nested_offset": {offset!r}' + "}"
+        return text.ljust(len(json.dumps(facts)) + 19 + _OFFSET_WIDTH).encode()
+    return json.dumps(facts).encode()

@@ -6,22 +6,34 @@ parts it has. Integers are stored offset-binary: ``code + 2^(bits - 1)``, zero p
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from polyquant.arrays import HostArray
-from polyquant.codec import unpack
+from polyquant.codec import pack, unpack
 from polyquant.errors import CorruptData
-from polyquant.files.assemble import assemble
+from polyquant.files.assemble import assemble, numbers_of
 from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.info import TensorInfo
 from polyquant.files.layers import Layer, Source, open_layers
-from polyquant.files.probe import Probe
+from polyquant.files.probe import CONFIG, Probe
+from polyquant.files.stored import (
+    StoredArray,
+    base_of,
+    check_held,
+    open_stored_writer,
+    plain_why_not,
+    scale_code,
+)
+from polyquant.files.writing import PlannedWriter, Stored
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore, QuantValue
@@ -298,3 +310,153 @@ def _read_plain_codes(
         numbers["codes"] = numbers["codes"] ^ 0x80
         numbers["offsets"] = source.read(f"{base}.weight_zero_point").view(np.uint8) ^ 0x80
     return assemble(scheme, shape, numbers)
+
+
+# -- writing ----------------------------------------------------------------------------------
+
+#: Variant -> the scheme that its weights have.
+VARIANTS: Mapping[str, str] = MappingProxyType(
+    {
+        "w4a16": "q4f/128:bf16",
+        "w8a16": "q8f/128:bf16",
+        "w4a16-asym": "u4/128:bf16-zero:u4",
+        "nvfp4": "e2m1/16:ue4m3/tensor:divisor.f32",
+        "mxfp4": "e2m1/32:ue8m0",
+    }
+)
+
+
+def why_not_hold(info: TensorInfo) -> str | None:
+    """Why compressed-tensors cannot hold a tensor exactly, or None.
+
+    Integers are written pack-quantized, e2m1 as nvfp4-pack-quantized or mxfp4-pack-quantized.
+    """
+    scheme = info.scheme
+    if scheme is None:
+        return plain_why_not(info)
+    if not info.name.endswith(".weight") or len(info.shape) != 2 or info.axes != (0, 1):
+        return "it is not the weight of a linear layer, its rows stored in order"
+    if str(scheme.with_store("packed_u32")) in (VARIANTS["nvfp4"], VARIANTS["mxfp4"]):
+        return None if info.shape[1] % 2 == 0 else "rows of an odd length fill no whole bytes"
+    is_zero = scheme.offset == ("zero_point", f"u{scheme.bits}")
+    is_full = str(scheme.value) == f"q{scheme.bits}f" and scheme.offset is None
+    is_packed = (is_zero or is_full or _is_symmetric(scheme)) and scheme.mode != "lookup"
+    if not is_packed or not scheme._with(grouped=False).is_plain or scheme.tensor_scale is not None:
+        return f"no packed integers are {scheme}"
+    if scheme.scale not in ("f32", "f16", "bf16"):
+        return f"their scales are floats, not {scheme.scale}"
+    if scheme.block is not None and len(scheme.block) != 1:
+        return f"their blocks are groups of columns, not {scheme.block}"
+    return None
+
+
+def _is_symmetric(scheme: QuantScheme) -> bool:
+    """Symmetric codes are full ones of which one is not used."""
+    return str(scheme.value) == f"q{scheme.bits}s" and scheme.offset is None
+
+
+def open_writer(
+    path: Path, plan: Sequence[TensorInfo], metadata: Mapping[str, str] = MappingProxyType({})
+) -> PlannedWriter:
+    """The writer of a file: a config group for each scheme, that names its modules.
+
+    Raises UnsupportedDtype, InvalidName.
+    """
+    check_held(plan, why_not_hold, NAME)
+    groups: dict[str, tuple[dict[str, Any], str, list[str]]] = {}
+    for info in plan:
+        if info.scheme is not None:
+            weights, format = _weights(info.scheme)
+            key = json.dumps(weights)
+            groups.setdefault(key, (weights, format, []))[2].append(base_of(info))
+    formats = sorted({format for _, format, _ in groups.values()})
+    config = {
+        "quant_method": NAME,
+        "format": formats[0] if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "ignore": [],
+        "config_groups": {
+            f"group_{number}": {
+                "targets": targets if len(groups) > 1 else ["Linear"],
+                "weights": weights,
+                "input_activations": None,
+                "output_activations": None,
+                "format": format,
+            }
+            for number, (weights, format, targets) in enumerate(groups.values())
+        },
+    }
+    return open_stored_writer(
+        path,
+        plan,
+        layout=_layout,
+        encode=_encode,
+        metadata={k: v for k, v in metadata.items() if k != CONFIG} | {"format": "pt"},
+        config=config,
+    )
+
+
+def _weights(scheme: QuantScheme) -> tuple[dict[str, Any], str]:
+    """The config's arguments of a scheme, and its format."""
+    facts: dict[str, Any] = {"num_bits": scheme.bits, "dynamic": False}
+    if scheme.value.is_float:
+        size = 16 if scheme.tensor_scale is not None else 32
+        strategy = "tensor_group" if size == 16 else "group"
+        kind = "float8_e4m3fn" if size == 16 else "uint8"
+        facts |= {"type": "float", "symmetric": True, "strategy": strategy, "group_size": size}
+        format = "nvfp4-pack-quantized" if size == 16 else "mxfp4-pack-quantized"
+        return facts | {"scale_dtype": f"torch.{kind}"}, format
+    facts |= {"type": "int", "symmetric": scheme.offset is None}
+    if scheme.block is None:
+        facts |= {"strategy": "tensor", "group_size": None}
+    elif scheme.block == (-1,):
+        facts |= {"strategy": "channel", "group_size": None}
+    else:
+        facts |= {"strategy": "group", "group_size": scheme.block[0]}
+    return facts | ({"actorder": "group"} if scheme.grouped else {}), "pack-quantized"
+
+
+def _layout(info: TensorInfo) -> list[StoredArray]:
+    scheme, base = info.scheme, base_of(info)
+    if scheme is None:
+        return []
+    (rows, columns), grid = info.shape, scheme.scale_shape(info.shape)
+    if scheme.value.is_float:
+        code = "F8_E4M3" if scheme.tensor_scale is not None else "U8"
+        made = [StoredArray(f"{base}{PACKED}", "U8", (rows, columns // 2))]
+        made.append(StoredArray(f"{base}{SCALE}", code, grid))
+        whole = StoredArray(f"{base}.weight_global_scale", "F32", (1,))
+        return [*made, whole] if scheme.tensor_scale is not None else made
+    grid = (1,) if scheme.block is None else grid
+    made = [
+        StoredArray(f"{base}{PACKED}", "I32", (rows, -(-columns * scheme.bits // 32))),
+        StoredArray(f"{base}{SCALE}", scale_code(scheme.scale), grid),
+        StoredArray(f"{base}.weight_shape", "I64", (2,)),
+    ]
+    if scheme.offset is not None:
+        words = (-(-rows * scheme.bits // 32), grid[-1])
+        made.append(StoredArray(f"{base}.weight_zero_point", "I32", words))
+    if scheme.grouped:
+        made.append(StoredArray(f"{base}.weight_g_idx", "I32", (columns,)))
+    return made
+
+
+def _encode(info: TensorInfo, q: QTensor) -> Iterator[Stored]:
+    base, scheme, numbers = base_of(info), q.scheme, numbers_of(q)
+    codes, value = numbers["codes"], QuantValue(f"u{scheme.bits}")
+    yield f"{base}{SCALE}", numbers["scales"]
+    if scheme.value.is_float:
+        yield f"{base}{PACKED}", pack(np, codes, value, QuantStore.PACKED_NATIVE)
+        if scheme.tensor_scale is not None:
+            yield f"{base}.weight_global_scale", numbers["tensor_scale"]
+        return
+    if scheme.offset is None:
+        codes = codes ^ np.uint8(1 << (scheme.bits - 1))
+    yield f"{base}{PACKED}", pack(np, codes, value, QuantStore.PACKED_U32)
+    yield f"{base}.weight_shape", np.asarray(info.shape, "<i8")
+    if scheme.offset is not None:
+        zeros = np.ascontiguousarray(numbers["offsets"].T)
+        words = pack(np, zeros, value, QuantStore.PACKED_U32).view("<i4")
+        yield f"{base}.weight_zero_point", words.T
+    if scheme.grouped:
+        yield f"{base}.weight_g_idx", numbers["groups"]

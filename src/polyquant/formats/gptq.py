@@ -7,20 +7,31 @@ less one, as whole words less one in each field, so that a field of zero borrows
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from polyquant.arrays import HostArray
-from polyquant.codec import unpack
-from polyquant.errors import CorruptData
-from polyquant.files.assemble import assemble
+from polyquant.codec import pack, unpack
+from polyquant.errors import CorruptData, UnsupportedDtype
+from polyquant.files.assemble import assemble, numbers_of
 from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.info import TensorInfo
 from polyquant.files.layers import Layer, Source, open_layers
-from polyquant.files.probe import Probe
+from polyquant.files.probe import CONFIG, Probe
+from polyquant.files.stored import (
+    StoredArray,
+    base_of,
+    check_held,
+    open_stored_writer,
+    plain_why_not,
+    scale_code,
+)
+from polyquant.files.writing import PlannedWriter, Stored
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore, QuantValue
@@ -133,3 +144,112 @@ def fields(words: HostArray, bits: int, length: int, version: str) -> HostArray:
         at += width
     planes: HostArray = np.asarray(whole).reshape(len(words), -1)[:, :length]
     return planes
+
+
+# -- writing ----------------------------------------------------------------------------------
+
+#: Variant -> the scheme that its weights have.
+VARIANTS: Mapping[str, str] = MappingProxyType(
+    {
+        "4bit": "u4/128:f16-zero:u4",
+        "8bit": "u8/128:f16-zero:u8",
+        "3bit": "u3/128:f16-zero:u3",
+        "2bit": "u2/64:f16-zero:u2",
+    }
+)
+_WRITABLE_BITS = (2, 3, 4, 8)
+
+
+def why_not_hold(info: TensorInfo) -> str | None:
+    """Why GPTQ cannot hold a tensor's values exactly, or None.
+
+    A symmetric code is held as an unsigned one under the zero point in the middle.
+    """
+    scheme = info.scheme
+    if scheme is None:
+        return plain_why_not(info)
+    if not info.name.endswith(".weight") or len(info.shape) != 2:
+        return "it is not the weight of a linear layer"
+    if info.axes != (0, 1):
+        return "its axes are stored in another order"
+    is_whole = scheme.offset is None or scheme.offset == ("zero_point", f"u{scheme.bits}")
+    is_integer = scheme.mode in ("affine", "symmetric") and not scheme.value.is_float
+    is_signed = scheme.value.is_signed or scheme.offset is not None
+    plain = scheme._with(grouped=False)
+    if not (is_whole and is_integer and is_signed and plain.is_plain):
+        return f"GPTQ has no {scheme}"
+    if scheme.tensor_scale is not None or scheme.scale not in ("f16", "bf16", "f32"):
+        return f"its scales are floats alone, not {scheme.scale}"
+    if scheme.block is None or len(scheme.block) != 1 or scheme.bits not in _WRITABLE_BITS:
+        return f"it has no {scheme.bits} bits in blocks of {scheme.block}"
+    if info.shape[1] * scheme.bits % 32:
+        return f"{info.shape[1]} codes of {scheme.bits} bits fill no whole words"
+    return None
+
+
+def open_writer(
+    path: Path, plan: Sequence[TensorInfo], metadata: Mapping[str, str] = MappingProxyType({})
+) -> PlannedWriter:
+    """The writer of a file in version 2 of the format.
+
+    Raises UnsupportedDtype (also where layers differ in bits or group size), InvalidName.
+    """
+    check_held(plan, why_not_hold, NAME)
+    quantized = [info for info in plan if info.scheme is not None]
+    facts = {(info.scheme.bits, info.scheme.block) for info in quantized if info.scheme}
+    if len(facts) > 1:
+        what = f"The layers of {path}, which have bits and blocks of {sorted(map(str, facts))},"
+        raise UnsupportedDtype(what=what, dtype=NAME, known="one number of bits, one group size")
+    bits, block = next(iter(facts), (4, (128,)))
+    config = {
+        "quant_method": NAME,
+        "bits": bits,
+        "group_size": None if block is None else block[0],
+        "desc_act": any(info.scheme.grouped for info in quantized if info.scheme),
+        "sym": all(info.scheme.offset is None for info in quantized if info.scheme),
+        "checkpoint_format": "gptq_v2",
+        "pack_dtype": "int32",
+    }
+    return open_stored_writer(
+        path,
+        plan,
+        layout=_layout,
+        encode=_encode,
+        metadata={k: v for k, v in metadata.items() if k != CONFIG} | {"format": "pt"},
+        config=config,
+    )
+
+
+def _layout(info: TensorInfo) -> list[StoredArray]:
+    scheme, base = info.scheme, base_of(info)
+    if scheme is None:
+        return []
+    rows, columns = info.shape
+    groups = scheme.scale_shape(info.shape)[1]
+    return [
+        StoredArray(f"{base}.qweight", "I32", (columns * scheme.bits // 32, rows)),
+        StoredArray(f"{base}.qzeros", "I32", (groups, -(-rows * scheme.bits // 32))),
+        StoredArray(f"{base}.scales", scale_code(scheme.scale), (groups, rows)),
+        StoredArray(f"{base}.g_idx", "I32", (columns,)),
+    ]
+
+
+def _encode(info: TensorInfo, q: QTensor) -> Iterator[Stored]:
+    base, bits, numbers = base_of(info), q.scheme.bits, numbers_of(q)
+    codes, zeros = numbers["codes"], numbers.get("offsets")
+    if zeros is None:
+        middle = np.uint8(1 << (bits - 1))
+        codes, zeros = codes ^ middle, np.full(numbers["scales"].shape, middle)
+    size = q.scheme.block_extents(q.shape)[1]
+    groups = numbers.get("groups", np.arange(q.shape[1]) // size)
+    yield f"{base}.qweight", words_of(codes, bits).T
+    yield f"{base}.qzeros", words_of(zeros.T, bits)
+    yield f"{base}.scales", numbers["scales"].T
+    yield f"{base}.g_idx", groups.astype(np.int32)
+
+
+def words_of(codes: HostArray, bits: int) -> HostArray:
+    """Fields along the last axis as int32 words, lowest bits first."""
+    made = pack(np, np.ascontiguousarray(codes), QuantValue(f"u{bits}"), QuantStore.PACKED_U32)
+    words: HostArray = np.ascontiguousarray(made).view("<i4")
+    return words

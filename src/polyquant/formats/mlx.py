@@ -7,16 +7,30 @@ the config says by their names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from polyquant.errors import CorruptData
 from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.container import Container
+from polyquant.files.info import TensorInfo
 from polyquant.files.layers import Layer, Source, open_layers
-from polyquant.files.probe import Probe
+from polyquant.files.probe import CONFIG, Probe
+from polyquant.files.stored import (
+    StoredArray,
+    base_of,
+    check_held,
+    open_stored_writer,
+    plain_why_not,
+    scale_code,
+)
+from polyquant.files.writing import PlannedWriter, Stored
 from polyquant.qtensor import QTensor, from_parts
 from polyquant.scheme import QuantScheme
 
@@ -29,10 +43,16 @@ def why_not(probe: Probe) -> str | None:
     """Why a path is not of this format."""
     if probe.container is None:
         return "it is not a safetensors file"
-    is_mlx = "quantization" in probe.config and probe.method is None
+    declared = "quantization" in probe.config or declares(probe.container)
+    is_mlx = declared and probe.method is None and "group_size" in probe.quantization
     if is_mlx or probe.method == "metal" or probe.format == NAME:
         return None
     return "its config has no quantization of MLX's"
+
+
+def declares(container: Container) -> bool:
+    """Whether a file says that MLX wrote it."""
+    return any(file.metadata.get("format") == NAME for file in container.files)
 
 
 def open_checkpoint(probe: Probe) -> Checkpoint:
@@ -110,3 +130,98 @@ def _read(
     if scheme.tensor_scale is not None:
         parts["tensor_scale"] = source.read(uses[2])
     return from_parts(parts, scheme, shape, device="numpy")
+
+
+# -- writing ----------------------------------------------------------------------------------
+
+#: Variant -> the scheme that its weights have.
+VARIANTS: Mapping[str, str] = MappingProxyType(
+    {
+        "4bit": "u4/64:bf16+bias:bf16",
+        "8bit": "u8/64:bf16+bias:bf16",
+        "6bit": "u6/64:bf16+bias:bf16",
+        "3bit": "u3/64:bf16+bias:bf16",
+        "2bit": "u2/64:bf16+bias:bf16",
+        "mxfp4": "e2m1/32:ue8m0",
+        "mxfp8": "e4m3/32:ue8m0",
+        "nvfp4": "e2m1/16:ue4m3",
+    }
+)
+_FLOATS: Mapping[str, str] = MappingProxyType(
+    {"e2m1/32:ue8m0": "mxfp4", "e4m3/32:ue8m0": "mxfp8", "e2m1/16:ue4m3": "nvfp4"}
+    | {"e2m1/16:ue4m3/tensor:absmax.f32": "nvfp4"}
+)
+_WRITABLE_GROUPS = (32, 64, 128)
+
+
+def why_not_hold(info: TensorInfo) -> str | None:
+    """Why MLX cannot hold a tensor exactly, or None."""
+    scheme = info.scheme
+    if scheme is None:
+        return plain_why_not(info)
+    if not info.name.endswith(".weight") or len(info.shape) < 2:
+        return "it is not the weight of a module"
+    if info.axes != tuple(range(len(info.shape))):
+        return f"its axes are stored in the order {info.axes}"
+    if info.shape[-1] * scheme.bits % 32:
+        return f"rows of {info.shape[-1]} codes fill no whole words"
+    if str(scheme) in _FLOATS:
+        return None
+    is_affine = scheme.offset is not None and scheme.offset == ("bias", scheme.scale)
+    if not scheme.is_plain or not is_affine or scheme.mode != "affine":
+        return f"MLX has no {scheme}"
+    if scheme.block is None or len(scheme.block) != 1 or scheme.block[0] not in _WRITABLE_GROUPS:
+        return f"MLX has groups of {_WRITABLE_GROUPS}, not {scheme.block}"
+    return None if scheme.store == "packed_u32" else f"its store is {scheme.store}"
+
+
+def open_writer(
+    path: Path, plan: Sequence[TensorInfo], metadata: Mapping[str, str] = MappingProxyType({})
+) -> PlannedWriter:
+    """The writer of a file. Raises UnsupportedDtype, InvalidName."""
+    check_held(plan, why_not_hold, NAME)
+    own = {base_of(info): _module(info) for info in plan if info.scheme is not None}
+    usual = Counter(tuple(sorted(facts.items())) for facts in own.values()).most_common(1)
+    general: dict[str, Any] = dict(usual[0][0]) if usual else {}
+    overrides = {base: facts for base, facts in own.items() if facts != general}
+    return open_stored_writer(
+        path,
+        plan,
+        layout=_layout,
+        encode=_encode,
+        metadata={k: v for k, v in metadata.items() if k != CONFIG} | {"format": "mlx"},
+        config=general | overrides,
+    )
+
+
+def _module(info: TensorInfo) -> dict[str, Any]:
+    """What the config says of a module."""
+    if info.scheme is None or info.scheme.block is None:
+        return {}
+    mode = _FLOATS.get(str(info.scheme), "affine")
+    return {"group_size": info.scheme.block[0], "bits": info.scheme.bits, "mode": mode}
+
+
+def _layout(info: TensorInfo) -> list[StoredArray]:
+    scheme, base = info.scheme, base_of(info)
+    if scheme is None:
+        return []
+    words = (*info.shape[:-1], info.shape[-1] * scheme.bits // 32)
+    grid = scheme.scale_shape(info.shape)
+    made = [StoredArray(info.name, "U32", words)]
+    if scheme.offset is None:
+        made.append(StoredArray(f"{base}.scales", "U8", grid))
+        whole = StoredArray(f"{base}.global_scale", "F32", ())
+        return [*made, whole] if scheme.tensor_scale is not None else made
+    code = scale_code(scheme.scale)
+    return [*made, *(StoredArray(f"{base}.{part}", code, grid) for part in ("scales", "biases"))]
+
+
+def _encode(info: TensorInfo, q: QTensor) -> Iterator[Stored]:
+    base = base_of(info)
+    yield info.name, q.data
+    yield f"{base}.scales", q.scales
+    if q.offsets is not None:
+        yield f"{base}.biases", q.offsets
+    if q.tensor_scale is not None:
+        yield f"{base}.global_scale", q.tensor_scale

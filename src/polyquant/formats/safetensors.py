@@ -41,7 +41,9 @@ def why_not(probe: Probe) -> str | None:
     ask = 'format="safetensors" reads its arrays as they are'
     if probe.method is not None:
         return f"its config has the quant_method {probe.method!r}; {ask}"
-    found = next((n for n in probe.container.places if n.endswith(_QUANTIZED)), None)
+    is_mlx = any(file.metadata.get("format") == "mlx" for file in probe.container.files)
+    endings = (*_QUANTIZED, ".scales") if is_mlx else _QUANTIZED
+    found = next((n for n in probe.container.places if n.endswith(endings)), None)
     if found is None:
         return None
     return (

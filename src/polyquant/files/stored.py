@@ -1,0 +1,108 @@
+"""Writing safetensors in which a tensor may be several arrays, as other tools have them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polyquant.errors import InvalidName, UnsupportedDtype
+from polyquant.files.info import ARRAY_DTYPES, FILE_DTYPES, TensorInfo
+from polyquant.files.probe import CONFIG
+from polyquant.files.writing import PlannedWriter, Stored, laid_out
+
+#: The codes of float scales by scale type.
+FLOAT_CODES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}.items()
+
+
+class StoredArray(NamedTuple):
+    """One array of a file: its name, dtype code and shape."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * FILE_DTYPES[self.code].bits // 8
+
+
+def scale_code(kind: object) -> str:
+    """The dtype code of a float scale type."""
+    return dict(FLOAT_CODES)[str(kind)]
+
+
+def base_of(info: TensorInfo) -> str:
+    """The module of a tensor ``MODULE.weight``. Raises InvalidName for another name."""
+    base = info.name.removesuffix(".weight")
+    if base == info.name:
+        raise InvalidName(name=info.name, reason="a quantized tensor's name must end in .weight")
+    return base
+
+
+def check_held(
+    plan: Sequence[TensorInfo], why_not_hold: Callable[[TensorInfo], str | None], format: str
+) -> None:
+    """Refuse what a format cannot hold. Raises UnsupportedDtype."""
+    for info in plan:
+        reason = why_not_hold(info)
+        if reason is not None:
+            what = f"Tensor {info.name!r} in {format} ({reason})"
+            known = "what the page of formats lists"
+            raise UnsupportedDtype(what=what, dtype=str(info.dtype or info.scheme), known=known)
+
+
+def plain_why_not(info: TensorInfo) -> str | None:
+    """Why an array cannot be stored as it is, or None."""
+    return None if info.dtype in ARRAY_DTYPES else f"no array of a file is {info.dtype}"
+
+
+def open_stored_writer(
+    path: Path,
+    plan: Sequence[TensorInfo],
+    *,
+    layout: Callable[[TensorInfo], list[StoredArray]],
+    encode: Callable[[TensorInfo, Any], Iterable[Stored]],
+    metadata: Mapping[str, str],
+    config: Mapping[str, Any],
+) -> PlannedWriter:
+    """The writer of a file: quantized tensors by ``layout`` and ``encode``, arrays as they are.
+
+    The quantization config is kept in the metadata, so that the file alone can be read back.
+    Raises InvalidName where two arrays would have one name.
+    """
+    arrays: dict[str, StoredArray] = {}
+    for info in plan:
+        for array in layout(info) if info.scheme is not None else [_plain(info)]:
+            if array.name in arrays:
+                reason = f"the array {array.name!r} would be of another tensor too"
+                raise InvalidName(name=info.name, reason=reason)
+            arrays[array.name] = array
+    ordered = sorted(arrays.values(), key=lambda array: -FILE_DTYPES[array.code].bits)
+    sizes = [(array.name, array.nbytes) for array in ordered]
+    offsets = laid_out(sizes, 0)
+    header: dict[str, Any] = {"__metadata__": dict(metadata) | {CONFIG: json.dumps(config)}}
+    for array in ordered:
+        place = offsets[array.name]
+        header[array.name] = {
+            "dtype": array.code,
+            "shape": array.shape,
+            "data_offsets": (place.start, place.start + place.nbytes),
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+
+    def encoded(info: TensorInfo, tensor: Any) -> Iterable[Stored]:
+        return encode(info, tensor) if info.scheme is not None else [(info.name, tensor)]
+
+    places = laid_out(sizes, len(head))
+    writer = PlannedWriter(path, plan, head=head, places=places, encode=encoded)
+    writer.config = dict(config)
+    return writer
+
+
+def _plain(info: TensorInfo) -> StoredArray:
+    return StoredArray(info.name, ARRAY_DTYPES[str(info.dtype)].code, info.shape)
