@@ -146,7 +146,7 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-thread_local Scratch x_scratch, task_scratch;
+thread_local Scratch x_scratch, codes_scratch, task_scratch;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -169,6 +169,29 @@ Weight geometry(const std::vector<int64_t>& shape, const std::vector<int64_t>& b
   w.grid_length = ceil_div(w.length, w.block);
   return w;
 }
+
+// How a weight's codes are bytes for products of integers.
+class Bytes {
+ public:
+  Bytes(int bits, int mask, int flip, std::vector<uint8_t> table, int bias, float factor,
+        bool has_zero_point)
+      : table_(std::move(table)) {
+    require(bits >= 1 && bits <= 8 && mask >= 0 && mask < 256 && flip >= 0 && flip < 256 &&
+                bias >= 0 && bias <= 128 && (table_.empty() || table_.size() == 16),
+            "no such codes");
+    kind_ = {bits, static_cast<uint8_t>(mask), static_cast<uint8_t>(flip), nullptr, bias, factor,
+             has_zero_point};
+  }
+  Weight8 kind() const {
+    Weight8 found = kind_;
+    found.table = table_.empty() ? nullptr : table_.data();
+    return found;
+  }
+
+ private:
+  Weight8 kind_{};
+  std::vector<uint8_t> table_;
+};
 
 // -- the stored weight ------------------------------------------------------------------------
 
@@ -233,7 +256,82 @@ class Matrix {
     x_scratch.forget_if_large();
   }
 
+  // out (m, n) = x @ this, transposed, by products of integers; false where a scale is too large
+  // for them, or float32 is as fast.
+  bool matmul_codes(const Matrix& x, const Bytes& bytes, const Writable& out, int threads) const {
+    const Weight8 kind = bytes.kind();
+    const int64_t rows = x.w_.lines;
+    require(kind.bits == w_.bits && x.w_.kind != Kind::kMinifloat && x.w_.kind != Kind::kTable256,
+            "no such codes");
+    require(kind.has_zero_point == (w_.offset_kind == OffsetKind::kZeroPoint), "no such zero points");
+    require(x.w_.length == w_.length && w_.length > 0, "x does not fit the weight");
+    for (const Weight* side : {&x.w_, &w_})
+      require(side->grid_length == 1 || side->block % 32 == 0, "blocks of 32 codes are wanted");
+    require(out.ndim() == 2 && static_cast<int64_t>(out.shape(0)) == rows &&
+                static_cast<int64_t>(out.shape(1)) == w_.lines && (w_.lines < 2 || out.stride(1) == 1),
+            "the output does not fit");
+    const Output y{out.data(), float_of(out), out.stride(0)};
+    nb::gil_scoped_release release;
+    if (!rows || !w_.lines) return true;
+    const Kernels& k = *chosen;
+    if (rows > k.dot_rows && !k.panel8) return false;
+    const int workers = threads_for(rows * w_.lines * w_.length, threads);
+    const int64_t padded = ceil_div(w_.length, 64) * 64, units = padded / 32;
+    float* const memory = codes_scratch.floats(rows * (padded / 4 + units));
+    const Codes8 codes{reinterpret_cast<int8_t*>(memory + rows * units), memory, padded, units};
+    std::atomic<bool> fine{true};
+    parallel_for(ceil_div(rows, 16), workers, [&](int64_t i) {
+      if (!k.pack_codes(x.w_, i * 16, std::min(rows, i * 16 + 16), codes)) fine = false;
+    });
+    if (fine) fine = rows <= k.dot_rows ? by_dots8(k, kind, codes, rows, y, workers)
+                                        : by_panels8(k, kind, codes, rows, y, workers);
+    x_scratch.forget_if_large();
+    codes_scratch.forget_if_large();
+    return fine;
+  }
+
  private:
+  bool by_dots8(const Kernels& k, const Weight8& kind, const Codes8& codes, int64_t rows,
+                const Output& y, int workers) const {
+    const int64_t steps = ceil_div(codes.padded, k.step8), padded_rows = rows == 3 ? 4 : rows;
+    const int64_t lanes = padded_rows * steps * k.width;
+    float* const memory = x_scratch.floats(2 * lanes + padded_rows * steps * k.step8_bytes / 4);
+    const Steps x{reinterpret_cast<uint8_t*>(memory + 2 * lanes),
+                  reinterpret_cast<int32_t*>(memory + lanes), memory, steps};
+    if (rows == 3) std::fill(memory, memory + 2 * lanes + padded_rows * steps * k.step8_bytes / 4, 0.0f);
+    k.pack_steps(codes, rows, kind, x);
+    std::atomic<bool> fine{true};
+    const int64_t step = std::max<int64_t>(8, ceil_div(w_.lines, 16 * workers));
+    parallel_for(ceil_div(w_.lines, step), workers, [&](int64_t i) {
+      if (!k.dot8(w_, kind, x, rows, 0, i * step, std::min(w_.lines, (i + 1) * step), y)) fine = false;
+    });
+    return fine;
+  }
+
+  bool by_panels8(const Kernels& k, const Weight8& kind, const Codes8& codes, int64_t rows,
+                  const Output& y, int workers) const {
+    constexpr int64_t kMostRows = 512;
+    std::atomic<bool> fine{true};
+    for (int64_t m = 0; m < rows && fine; m += kMostRows) {
+      const int64_t some = std::min(kMostRows, rows - m), panels = ceil_div(some, 32);
+      const Codes8 part{codes.codes + m * codes.padded, codes.scales + m * codes.units, codes.padded,
+                        codes.units};
+      float* const memory = x_scratch.floats(panels * 32 * (codes.units + codes.padded / 4));
+      const Panels8 x{reinterpret_cast<uint8_t*>(memory + panels * 32 * codes.units), memory};
+      parallel_for(panels, workers, [&](int64_t i) { k.pack_panels8(part, some, i, i + 1, x); });
+      Output to = y;
+      to.data = static_cast<char*>(y.data) + m * y.row_stride * (y.type == Float::kF32 ? 4 : 2);
+      const int64_t step = k.panel_lines;
+      const int64_t scratch = step * (panels * 32 + 2 * codes.units + 32 + 144) + w_.grid_length + 256;
+      parallel_for(ceil_div(w_.lines, step), workers, [&](int64_t i) {
+        if (!k.panel8(w_, kind, part, x, some, 0, i * step, std::min(w_.lines, (i + 1) * step),
+                      task_scratch.floats(scratch), to))
+          fine = false;
+      });
+    }
+    return fine;
+  }
+
   static int threads_for(int64_t work, int threads) {
     return work < (1 << 16) ? 1 : threads > 0 ? threads : num_threads.load();
   }
@@ -541,9 +639,15 @@ NB_MODULE(_native, m) {
            nb::arg("table").none(), nb::arg("scales"), nb::arg("scale_number"),
            nb::arg("tensor_scale").none(), nb::arg("offsets").none(), nb::arg("offset_number"),
            nb::arg("offset_kind"))
+      .def("matmul_codes", &Matrix::matmul_codes, nb::arg("x"), nb::arg("bytes"), nb::arg("out"),
+           nb::arg("threads"))
       .def("decode", &Matrix::decode, nb::arg("out"), nb::arg("threads"))
       .def("matmul", &Matrix::matmul, nb::arg("x"), nb::arg("out"), nb::arg("along_k"),
            nb::arg("first_line"), nb::arg("count"), nb::arg("threads"));
+  nb::class_<pq::Bytes>(m, "Bytes", "How a weight's codes are bytes for products of integers.")
+      .def(nb::init<int, int, int, std::vector<uint8_t>, int, float, bool>(), nb::arg("bits"),
+           nb::arg("mask"), nb::arg("flip"), nb::arg("table"), nb::arg("bias"), nb::arg("factor"),
+           nb::arg("has_zero_point"));
   nb::class_<pq::Coder>(m, "Coder", "How numbers become codes.")
       .def(nb::init<int, int, int, bool, float, float, int, int, std::vector<float>,
                     std::vector<uint8_t>, int, bool>(),

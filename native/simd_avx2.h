@@ -266,6 +266,74 @@ struct Spread {
   }
 };
 
+// -- bytes for products of integers ----------------------------------------------------------
+
+constexpr int kStep8 = 32, kStepBytes = 64;  // x as 16-bit numbers: pairs cannot overflow then
+
+inline I load_int(const int32_t* p) { return _mm256_loadu_si256((const I*)p); }
+inline I mul_int(I a, I b) { return _mm256_mullo_epi32(a, b); }
+inline F to_float(I v) { return _mm256_cvtepi32_ps(v); }
+
+// 32 codes as unsigned bytes.
+struct Bytes8 {
+  I mask, flip, table;
+  int bits;
+  bool has_table;
+  int64_t step;
+  explicit Bytes8(const Weight8& kind)
+      : mask(_mm256_set1_epi8((char)kind.mask)),
+        flip(_mm256_set1_epi8((char)kind.flip)),
+        table(_mm256_setzero_si256()),
+        bits(kind.bits),
+        has_table(kind.table != nullptr),
+        step(4 * kind.bits) {
+    if (has_table)
+      table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kind.table));
+  }
+  I mapped(I raw) const {
+    const I codes = _mm256_xor_si256(_mm256_and_si256(raw, mask), flip);
+    return has_table ? _mm256_shuffle_epi8(table, codes) : codes;
+  }
+  I operator()(const uint8_t* p) const {
+    if (bits == 8) return mapped(_mm256_loadu_si256((const I*)p));
+    if (bits == 4) {
+      const __m128i both = _mm_loadu_si128((const __m128i*)p), high = _mm_srli_epi16(both, 4);
+      return mapped(_mm256_set_m128i(_mm_unpackhi_epi8(both, high), _mm_unpacklo_epi8(both, high)));
+    }
+    return part(p, step);
+  }
+  I part(const uint8_t* p, int64_t left) const {
+    uint8_t some[40] = {};
+    std::memcpy(some, p, static_cast<size_t>(left < 0 ? 0 : left < step ? left : step));
+    alignas(32) uint8_t fields[32];
+    for (int i = 0; i < 32; ++i) {
+      uint16_t word;
+      std::memcpy(&word, some + i * bits / 8, 2);
+      fields[i] = static_cast<uint8_t>(word >> i * bits % 8);
+    }
+    return mapped(_mm256_load_si256((const I*)fields));
+  }
+};
+
+inline void put_step(const int8_t* codes, uint8_t* to) {
+  for (int i = 0; i < 2; ++i)
+    _mm256_storeu_si256((I*)(to + 32 * i),
+                        _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(codes + 16 * i))));
+}
+inline void store_int(int32_t* p, I v) { _mm256_storeu_si256((I*)p, v); }
+inline I step_sums(const uint8_t* x) {  // of each lane's codes
+  const I first = _mm256_loadu_si256((const I*)x), second = _mm256_loadu_si256((const I*)(x + 32));
+  return _mm256_madd_epi16(_mm256_add_epi16(first, second), _mm256_set1_epi16(1));
+}
+inline I dot8_step(I start, I bytes, const uint8_t* x) {
+  const I low = _mm256_cvtepu8_epi16(_mm256_castsi256_si128(bytes));
+  const I high = _mm256_cvtepu8_epi16(_mm256_extracti128_si256(bytes, 1));
+  const I first = _mm256_madd_epi16(low, _mm256_loadu_si256((const I*)x));
+  const I second = _mm256_madd_epi16(high, _mm256_loadu_si256((const I*)(x + 32)));
+  return _mm256_add_epi32(start, _mm256_add_epi32(first, second));
+}
+inline F lane_scales(const float* scales) { return set1(*scales); }
+
 class FlushSubnormals {
  public:
   FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }

@@ -237,6 +237,101 @@ struct Spread {
   F operator()(const float* scales) const { return _mm512_permutexvar_ps(lanes, load(scales)); }
 };
 
+// -- bytes for products of integers ----------------------------------------------------------
+
+constexpr int kStep8 = 64, kStepBytes = 64;
+
+inline I load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline I mul_int(I a, I b) { return _mm512_mullo_epi32(a, b); }
+inline F to_float(I v) { return _mm512_cvtepi32_ps(v); }
+
+struct WordBytes {  // for every width, which bytes each 64-bit word needs
+  alignas(64) uint8_t at[9][64] = {};
+  constexpr WordBytes() {
+    for (int bits = 1; bits <= 8; ++bits)
+      for (int i = 0; i < 64; ++i) at[bits][i] = static_cast<uint8_t>(i / 8 * bits + i % 8);
+  }
+};
+struct FieldStarts {  // for every width, where the 8 fields of a word begin
+  alignas(64) uint8_t at[9][64] = {};
+  constexpr FieldStarts() {
+    for (int bits = 1; bits <= 8; ++bits)
+      for (int i = 0; i < 64; ++i) at[bits][i] = static_cast<uint8_t>(i % 8 * bits);
+  }
+};
+inline constexpr WordBytes kWordBytes;
+inline constexpr FieldStarts kFieldStarts;
+
+// 64 codes as unsigned bytes.
+struct Bytes8 {
+  I words, starts, mask, flip, table;
+  int bits;
+  bool has_table;
+  int64_t step;
+  explicit Bytes8(const Weight8& kind)
+      : words(_mm512_load_si512(kWordBytes.at[kind.bits])),
+        starts(_mm512_load_si512(kFieldStarts.at[kind.bits])),
+        mask(_mm512_set1_epi8((char)kind.mask)),
+        flip(_mm512_set1_epi8((char)kind.flip)),
+        table(),
+        bits(kind.bits),
+        has_table(kind.table != nullptr),
+        step(8 * kind.bits) {
+    if (has_table)
+      table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)kind.table));
+  }
+  I fields(I raw) const {
+    if (bits < 8) raw = _mm512_multishift_epi64_epi8(starts, _mm512_permutexvar_epi8(words, raw));
+    // (raw & mask) ^ flip
+    const I codes = _mm512_ternarylogic_epi64(raw, mask, flip, 0x6a);
+    return has_table ? _mm512_shuffle_epi8(table, codes) : codes;
+  }
+  I operator()(const uint8_t* p) const {
+    if (bits == 8) return fields(_mm512_loadu_si512(p));
+    if (bits == 4) return fields(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p)));
+    return fields(_mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, (unsigned)step), p));
+  }
+  I part(const uint8_t* p, int64_t left) const {
+    return fields(_mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, (unsigned)(left > 0 ? left : 0)), p));
+  }
+};
+
+inline void put_step(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 64); }
+inline void store_int(int32_t* p, I v) { _mm512_storeu_si512(p, v); }
+inline I step_sums(const uint8_t* x) {  // of each lane's codes
+  return _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), _mm512_loadu_si512(x));
+}
+inline I dot8_step(I start, I bytes, const uint8_t* x) {
+  return _mm512_dpbusd_epi32(start, bytes, _mm512_loadu_si512(x));
+}
+// The scales of two units, each in 8 lanes.
+inline F lane_scales(const float* scales) {
+  const I lanes = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+  return _mm512_permutexvar_ps(
+      lanes, _mm512_castps128_ps512(_mm_castpd_ps(_mm_load_sd((const double*)scales))));
+}
+// 64 codes as signed bytes, their zero points subtracted; and -128 times the sum of each unit.
+inline void signed_step(I bytes, const Weight8& kind, const float* zeros, int8_t* codes,
+                        int32_t* starts) {
+  I bias = _mm512_set1_epi8((char)kind.bias);
+  if (zeros) {
+    const I both = to_int(lane_scales(zeros));
+    bias = _mm512_or_si512(both, _mm512_slli_epi32(both, 8));
+    bias = _mm512_or_si512(bias, _mm512_slli_epi32(bias, 16));
+  }
+  const I values = _mm512_sub_epi8(bytes, bias);
+  _mm512_storeu_si512(codes, values);
+  const I sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), values);
+  const __m256i low = _mm512_castsi512_si256(sums), high = _mm512_extracti64x4_epi64(sums, 1);
+  const auto total = [](__m256i v) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+  };
+  starts[0] = -128 * total(low);
+  starts[1] = -128 * total(high);
+}
+
 // Results and inputs below the smallest normal float32 are zeros, as the contract has it.
 class FlushSubnormals {
  public:

@@ -218,6 +218,54 @@ struct Spread {
   F operator()(const float* scales) const { return each<F>([&](int i) { return scales[i / block]; }); }
 };
 
+// -- bytes for products of integers ----------------------------------------------------------
+
+constexpr int kStep8 = 32, kStepBytes = 32;
+
+inline I load_int(const int32_t* p) { return each<I>([&](int i) { return static_cast<uint32_t>(p[i]); }); }
+inline I mul_int(const I& a, const I& b) { return each<I>([&](int i) { return a.at[i] * b.at[i]; }); }
+inline F to_float(const I& v) { return each<F>([&](int i) { return static_cast<float>(static_cast<int32_t>(v.at[i])); }); }
+
+struct Fields32 {
+  uint8_t at[32];
+};
+struct Bytes8 {  // 32 codes as unsigned bytes
+  Weight8 kind;
+  int64_t step;
+  explicit Bytes8(const Weight8& kind) : kind(kind), step(4 * kind.bits) {}
+  Fields32 operator()(const uint8_t* p) const { return part(p, step); }
+  Fields32 part(const uint8_t* p, int64_t left) const {
+    uint8_t some[40] = {};
+    std::memcpy(some, p, static_cast<size_t>(left < 0 ? 0 : left < step ? left : step));
+    Fields32 made;
+    for (int i = 0; i < 32; ++i) {
+      const int bit = i * kind.bits;
+      const uint32_t word = some[bit / 8] | some[bit / 8 + 1] << 8;
+      const uint32_t code = (word >> bit % 8 & kind.mask) ^ kind.flip;
+      made.at[i] = kind.table ? kind.table[code & 15] : static_cast<uint8_t>(code);
+    }
+    return made;
+  }
+};
+inline void put_step(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 32); }
+inline void store_int(int32_t* p, const I& v) { std::memcpy(p, v.at, sizeof v.at); }
+inline I step_sums(const uint8_t* x) {  // of each lane's codes
+  return each<I>([&](int lane) {
+    int32_t total = 0;
+    for (int i = 0; i < 4; ++i) total += static_cast<int8_t>(x[4 * lane + i]);
+    return static_cast<uint32_t>(total);
+  });
+}
+inline I dot8_step(const I& start, const Fields32& bytes, const uint8_t* x) {
+  return each<I>([&](int lane) {
+    int32_t total = static_cast<int32_t>(start.at[lane]);
+    for (int i = 0; i < 4; ++i)
+      total += bytes.at[4 * lane + i] * static_cast<int8_t>(x[4 * lane + i]);
+    return static_cast<uint32_t>(total);
+  });
+}
+inline F lane_scales(const float* scales) { return set1(*scales); }
+
 struct FlushSubnormals {};  // the arithmetic above does it
 
 inline void prefetch(const void*) {}

@@ -10,6 +10,7 @@
 #include "decode-inl.h"
 #include "products-inl.h"
 #include "quantize-inl.h"
+#include "integers-inl.h"
 
 #define PQ_TEXT_(name) #name
 #define PQ_TEXT(name) PQ_TEXT_(name)
@@ -18,9 +19,34 @@ namespace pq::PQ_TARGET {
 
 extern const Kernels kKernels;
 const Kernels kKernels = {
-    PQ_TEXT(PQ_TARGET), kWidth,    kDotRows,    kPanelLines, kPanelDepth, kPanelColumns, decode,
-    pack_rows,          pack_panels, dot,       panel_rows,  panel_columns, all_finite,
-    ranges,             encode,      quantize,
+    PQ_TEXT(PQ_TARGET),
+    kWidth,
+    kDotRows,
+    kPanelLines,
+    kPanelDepth,
+    kPanelColumns,
+    decode,
+    pack_rows,
+    pack_panels,
+    dot,
+    panel_rows,
+    panel_columns,
+    kStep8,
+    kStepBytes,
+    pack_codes,
+    pack_steps,
+    dot8,
+#if defined(PQ_AVX512)
+    pack_panels8,
+    panel8,
+#else
+    nullptr,
+    nullptr,
+#endif
+    all_finite,
+    ranges,
+    encode,
+    quantize,
 };
 
 }  // namespace pq::PQ_TARGET

@@ -85,6 +85,37 @@ struct Output {
   int64_t row_stride;  // columns are contiguous
 };
 
+// A weight's codes as bytes for products of integers: value = (byte - bias) * factor.
+struct Weight8 {
+  int bits;            // of a stored code
+  uint8_t mask, flip;  // byte = (code & mask) ^ flip, or
+  const uint8_t* table;  // 16 entries: byte = table[code & 15]
+  int bias;
+  float factor;
+  bool has_zero_point;  // an integer a block, subtracted too
+};
+
+// Rows of quantized x as int8, `padded` to whole steps, with a scale for every 32.
+struct Codes8 {
+  int8_t* codes;
+  float* scales;
+  int64_t padded, units;
+};
+
+// x for dot8, step by step (see integers-inl.h).
+struct Steps {
+  uint8_t* codes;
+  int32_t* sums;
+  float* scales;
+  int64_t steps;
+};
+
+// x for panel8.
+struct Panels8 {
+  uint8_t* codes;
+  float* scales;
+};
+
 struct Encoder;
 struct Divisors;
 struct Scales;
@@ -118,6 +149,17 @@ struct Kernels {
   void (*panel_columns_of)(const Weight&, const Packed&, int64_t rows, int64_t first_line,
                            int64_t depth, int64_t first, int64_t last, float* scratch,
                            const Output&);
+
+  // Products of integers. They return false where a scale is too large for them.
+  int step8, step8_bytes;  // codes and bytes of a step of dot8
+  bool (*pack_codes)(const Weight& x, int64_t first, int64_t last, const Codes8&);
+  void (*pack_steps)(const Codes8&, int64_t rows, const Weight8&, const Steps&);
+  bool (*dot8)(const Weight&, const Weight8&, const Steps&, int64_t rows, int64_t first_line,
+               int64_t first, int64_t last, const Output&);
+  // Null where float32 is as fast.
+  void (*pack_panels8)(const Codes8&, int64_t rows, int64_t first, int64_t last, const Panels8&);
+  bool (*panel8)(const Weight&, const Weight8&, const Codes8&, const Panels8&, int64_t rows,
+                 int64_t first_line, int64_t first, int64_t last, float* scratch, const Output&);
 
   // Quantizing. x has a row a line; the Weight gives shape and blocks alone.
   bool (*all_finite)(const Activations&, int64_t first, int64_t last);

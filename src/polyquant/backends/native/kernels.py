@@ -6,9 +6,10 @@ bytes where they are. Where the compiled part is missing they say so, and the de
 
 from __future__ import annotations
 
-from polyquant.backends.native import products, quantizing
+from polyquant.backends.native import integers, products, quantizing
 from polyquant.backends.native.compiled import missing
 from polyquant.kernel import Kernel, Problem
+from polyquant.scheme import QuantScheme
 from polyquant.scheme import scheme as as_scheme
 
 _MOST_AXES = 8
@@ -35,12 +36,23 @@ def _why_not_product(problem: Problem) -> str | None:
     return _why_not(problem)
 
 
+def _why_not_integers(problem: Problem) -> str | None:
+    left, right = problem.a, problem.b
+    if not isinstance(left, QuantScheme) or not isinstance(right, QuantScheme):
+        return "it multiplies two quantized operands"
+    axes = problem.layout
+    if axes[0] != tuple(range(len(axes[0] or ()))) or axes[1] != (1, 0):
+        return "the lines of both operands must lie along k, and the right one be a matrix"
+    return integers.refuses_left(left) or integers.refuses_right(right) or _why_not(problem)
+
+
 def _why_not_quantize(problem: Problem) -> str | None:
     extras = as_scheme(problem.option).extras if problem.option else ()
     return f"it does not know {extras[0]}" if extras else _why_not(problem)
 
 
 KERNELS = (
+    Kernel("native.integers", "matmul", _why_not_integers, integers.matmul),
     Kernel("native.matmul", "matmul", _why_not_product, products.matmul),
     Kernel("native.dequantize", "dequantize", _why_not, products.dequantize),
     Kernel("native.quantize", "quantize", _why_not_quantize, quantizing.quantize),

@@ -81,7 +81,7 @@ def empty(like: Array, shape: Sequence[int], kind: Any) -> tuple[Array, bool]:
     is_wider = _is_float64(kind)
     if isinstance(like, np.ndarray | np.generic):
         return np.empty(shape, np.float32 if is_wider else kind), is_wider
-    return like.newempty(shape, dtype=namespace(like).float32 if is_wider else kind), is_wider
+    return like.new_empty(shape, dtype=namespace(like).float32 if is_wider else kind), is_wider
 
 
 @lru_cache(maxsize=64)

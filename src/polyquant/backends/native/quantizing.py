@@ -41,8 +41,9 @@ def quantize(
 ) -> QTensor:
     """Quantize ``x`` (stored order): calibrate unless ``params`` are given, then encode."""
     if not prod(x.shape):  # nothing to write
-        given = {"params": params, "table": table, "nonfinite": nonfinite}
-        return calibrate.quantize(x, scheme, calibration, **given)
+        return calibrate.quantize(
+            x, scheme, calibration, params=params, table=table, nonfinite=nonfinite
+        )
     owner = backend_of(x)
     coder, entries = _coder_of(scheme, table, owner)
     is_minmax = params is None and calibration == "minmax"

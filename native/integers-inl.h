@@ -1,0 +1,289 @@
+// Products of two quantized operands with integer codes: exact int32 sums of 32 products, each
+// multiplied by its two scales and added up in float32.
+//
+// A weight's codes enter as bytes; a line is cut into units of 32, whose scales are one number each.
+// `dot8` takes few rows of x and reads memory as it lies; `panel8` takes many and decodes a panel.
+#pragma once
+
+namespace pq::PQ_TARGET {
+
+constexpr int kUnit = 32;
+constexpr int kPanelDepth8 = 512;
+// Above this a scale times a unit's sum might not be a float32; such products are left to float32.
+constexpr float kLargestScale = 0x1p100f;
+
+// Scales of a line, one per unit of 32; false where one is too large, or 2^-127.
+inline bool unit_scales(const Weight& w, int64_t row, int64_t units, float* scratch, float* out) {
+  grid_line(w.scale, w.grid_length, row, 0, w.grid_length, scratch);
+  if (has_zero(w.scale, w.grid_length, row, 0, w.grid_length)) return false;
+  F most = zero();
+  if (w.grid_length == 1 || w.block != kUnit) {
+    const int64_t each = w.grid_length == 1 ? units : w.block / kUnit;
+    for (int64_t u = 0, g = 0; u < units; ++g) {
+      const int64_t end = min64(units, u + each);
+      const float s = scratch[g < w.grid_length ? g : w.grid_length - 1];
+      for (; u < end; ++u) out[u] = s;
+    }
+  } else {
+    std::memcpy(out, scratch, 4 * static_cast<size_t>(w.grid_length));
+    for (int64_t u = w.grid_length; u < units; ++u) out[u] = 0.0f;
+  }
+  for (int64_t u = 0; u < units; u += kWidth) {
+    float some[kWidth] = {};
+    const float* p = out + u;
+    if (units - u < kWidth) {
+      std::memcpy(some, p, 4 * static_cast<size_t>(units - u));
+      p = some;
+    }
+    most = max(most, magnitude(load(p)));
+  }
+  return highest(most) <= kLargestScale;
+}
+
+// -- x ----------------------------------------------------------------------------------------
+
+// Rows of quantized x: codes as int8 (zeros to the padded length) and their scales.
+inline bool pack_codes(const Weight& x, int64_t first, int64_t last, const Codes8& to) {
+  [[maybe_unused]] const FlushSubnormals mode;
+  bool fine = true;
+  float* const scratch = new float[static_cast<size_t>(x.grid_length + 64)];
+  for (int64_t row = first; row < last; ++row) {
+    int8_t* codes = to.codes + row * to.padded;
+    const uint8_t* p = x.data + row * x.line_bytes;
+    if (x.bits == 8) std::memcpy(codes, p, static_cast<size_t>(x.length));
+    for (int64_t i = x.bits == 8 ? x.length : 0; i < x.length; ++i) {
+      const int64_t bit = i * x.bits;
+      uint32_t word = p[bit / 8];
+      if (bit % 8 + x.bits > 8) word |= static_cast<uint32_t>(p[bit / 8 + 1]) << 8;
+      const uint32_t top = (word >> bit % 8) << (32 - x.value_bits);
+      codes[i] = static_cast<int8_t>(static_cast<int32_t>(top) >> (32 - x.value_bits));
+    }
+    std::memset(codes + x.length, 0, static_cast<size_t>(to.padded - x.length));
+    fine &= unit_scales(x, x.grid_row(row), to.padded / kUnit, scratch, to.scales + row * to.units);
+  }
+  delete[] scratch;
+  return fine;
+}
+
+// -- few rows ---------------------------------------------------------------------------------
+
+// x laid out for dot8: per step of kStep8 codes the codes (as the instruction set wants them), minus
+// the sums of each lane's codes, and a scale a lane.
+inline void pack_steps(const Codes8& x, int64_t rows, const Weight8& w, const Steps& to) {
+  const I minus = set1_int(w.has_zero_point ? -1 : -w.bias);
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t step = 0; step < to.steps; ++step) {
+      const int64_t at = m * to.steps + step;
+      uint8_t* const codes = to.codes + at * kStepBytes;
+      put_step(x.codes + m * x.padded + step * kStep8, codes);
+      store_int(to.sums + at * kWidth, mul_int(step_sums(codes), minus));
+      store(to.scales + at * kWidth, lane_scales(x.scales + m * x.units + step * (kStep8 / kUnit)));
+    }
+}
+
+template <int kRows, bool kZero>
+inline bool dot8_lines(const Weight& w, const Weight8& kind, const Steps& x, int64_t rows,
+                       int64_t first_line, int64_t first, int64_t last, const Output& y) {
+  [[maybe_unused]] const FlushSubnormals mode;
+  const Bytes8 bytes(kind);
+  const int64_t steps = x.steps, units = steps * (kStep8 / kUnit);
+  const int64_t line_codes = (w.length * w.bits + 7) / 8;
+  float* const scales = new float[static_cast<size_t>(3 * units + w.grid_length + 256)];
+  float *const scratch = scales + units + 64, *const zeros = scratch + w.grid_length + 64;
+  bool fine = true;
+  for (int64_t n = first; n < last && fine; ++n) {
+    const int64_t line = first_line + n, row = w.grid_row(line);
+    fine = unit_scales(w, row, units, scratch, scales);
+    if constexpr (kZero) {
+      Weight by_zero = w;
+      by_zero.scale = w.offset;
+      unit_scales(by_zero, row, units, scratch, zeros);
+    }
+    F acc[kRows];
+    for (auto& sum : acc) sum = zero();
+    const uint8_t* p = w.data + line * w.line_bytes;
+    const uint8_t* const end = p + line_codes;
+    for (int64_t step = 0; step < steps; ++step, p += bytes.step) {
+      prefetch(p + 1024);
+      const auto fields = p + bytes.step <= end ? bytes(p) : bytes.part(p, end - p);
+      const F s = lane_scales(scales + step * (kStep8 / kUnit));
+      I zero_points{};
+      if constexpr (kZero) zero_points = to_int(lane_scales(zeros + step * (kStep8 / kUnit)));
+#pragma GCC unroll 4
+      for (int m = 0; m < kRows; ++m) {
+        const int64_t at = m * steps + step;
+        I start = load_int(x.sums + at * kWidth);
+        if constexpr (kZero) start = mul_int(start, zero_points);
+        const F total = to_float(dot8_step(start, fields, x.codes + at * kStepBytes));
+        acc[m] = fma(mul(total, s), load(x.scales + at * kWidth), acc[m]);
+      }
+    }
+    for (int m = 0; m < kRows && m < rows; ++m)
+      write_sum(y, m * y.row_stride + n, sum(acc[m]) * kind.factor);
+  }
+  delete[] scales;
+  return fine;
+}
+
+inline bool dot8(const Weight& w, const Weight8& kind, const Steps& x, int64_t rows,
+                 int64_t first_line, int64_t first, int64_t last, const Output& y) {
+  const auto run = kind.has_zero_point
+                       ? (rows == 1 ? dot8_lines<1, true> : rows == 2 ? dot8_lines<2, true> : dot8_lines<4, true>)
+                       : (rows == 1 ? dot8_lines<1, false> : rows == 2 ? dot8_lines<2, false> : dot8_lines<4, false>);
+  return run(w, kind, x, rows, first_line, first, last, y);
+}
+
+// -- many rows --------------------------------------------------------------------------------
+
+#if defined(PQ_AVX512)
+
+constexpr int kRows8 = 6;  // lines of a tile, by 2 vectors of rows of x
+
+// x for panel8: panels of 32 rows: [k / 4][32 rows][4 codes + 128], and scales [unit][32 rows].
+inline void pack_panels8(const Codes8& x, int64_t rows, int64_t first, int64_t last,
+                         const Panels8& to) {
+  for (int64_t panel = first; panel < last; ++panel) {
+    uint8_t* codes = to.codes + panel * x.padded * 32;
+    float* scales = to.scales + panel * x.units * 32;
+    for (int64_t m = 0; m < 32; ++m) {
+      const int64_t row = panel * 32 + m;
+      const int8_t* from = x.codes + row * x.padded;
+      for (int64_t k = 0; k < x.padded; k += 4) {
+        uint32_t four = 0;
+        if (row < rows) std::memcpy(&four, from + k, 4);
+        four ^= 0x80808080u;
+        std::memcpy(codes + k * 32 + m * 4, &four, 4);
+      }
+      for (int64_t u = 0; u < x.units; ++u)
+        scales[u * 32 + m] = row < rows ? x.scales[row * x.units + u] : 0.0f;
+    }
+  }
+}
+
+// sums[r, 0..31] += the products of kRows lines and one panel, over `units` units.
+template <int kRows, int kVectors>
+inline void tile8(const int8_t* w, int64_t w_stride, const int32_t* starts, const float* w_scales,
+                  int64_t unit_stride, const uint8_t* x, const float* x_scales, int64_t units,
+                  float* sums, int64_t stride) {
+  F acc[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = load(sums + r * stride + v * 16);
+  for (int64_t u = 0; u < units; ++u) {
+    I part[kRows][kVectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) part[r][v] = set1_int(starts[r * unit_stride + u]);
+#pragma GCC unroll 8
+    for (int k = 0; k < kUnit / 4; ++k) {
+      I right[kVectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v)
+        right[v] = _mm512_loadu_si512(x + (u * (kUnit / 4) + k) * 128 + v * 64);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        int32_t four;
+        std::memcpy(&four, w + r * w_stride + u * kUnit + k * 4, 4);
+        const I left = set1_int(four);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) part[r][v] = _mm512_dpbusd_epi32(part[r][v], right[v], left);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const F s = set1(w_scales[r * unit_stride + u]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v)
+        acc[r][v] = fma(mul(to_float(part[r][v]), s), load(x_scales + u * 32 + v * 16), acc[r][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) store(sums + r * stride + v * 16, acc[r][v]);
+}
+
+template <int kVectors>
+inline void tiles8(int64_t lines, const int8_t* w, int64_t w_stride, const int32_t* starts,
+                   const float* w_scales, int64_t unit_stride, const uint8_t* x,
+                   const float* x_scales, int64_t units, float* sums, int64_t stride) {
+  constexpr int kTall = kVectors == 2 ? kRows8 : 12;
+  int64_t r = 0;
+  for (; r + kTall <= lines; r += kTall)
+    tile8<kTall, kVectors>(w + r * w_stride, w_stride, starts + r * unit_stride,
+                           w_scales + r * unit_stride, unit_stride, x, x_scales, units,
+                           sums + r * stride, stride);
+  for (; r < lines; ++r)
+    tile8<1, kVectors>(w + r * w_stride, w_stride, starts + r * unit_stride,
+                       w_scales + r * unit_stride, unit_stride, x, x_scales, units,
+                       sums + r * stride, stride);
+}
+
+inline bool panel8(const Weight& w, const Weight8& kind, const Codes8& x, const Panels8& panels,
+                   int64_t rows, int64_t first_line, int64_t first, int64_t last, float* scratch,
+                   const Output& y) {
+  [[maybe_unused]] const FlushSubnormals mode;
+  const Bytes8 bytes(kind);
+  const int64_t units = x.units, count = (rows + 31) / 32, stride = count * 32;
+  constexpr int64_t kUnits = kPanelDepth8 / kUnit, kStride8 = kPanelDepth8 + 64;
+  float* const sums = scratch;
+  float* const all_scales = sums + kPanelLines * stride;
+  float* const all_zeros = all_scales + kPanelLines * units;
+  float* const line_scratch = all_zeros + (kind.has_zero_point ? kPanelLines * units : 0);
+  float* const w_scales = line_scratch + w.grid_length + 64;
+  int32_t* const starts = reinterpret_cast<int32_t*>(w_scales + kPanelLines * kUnits);
+  int8_t* const codes = reinterpret_cast<int8_t*>(starts + kPanelLines * kUnits);
+  const int64_t line_codes = (w.length * w.bits + 7) / 8;
+  alignas(64) float out[kPanelLines];
+  for (int64_t n = first; n < last; n += kPanelLines) {
+    const int64_t lines = min64(kPanelLines, last - n);
+    std::memset(sums, 0, 4 * static_cast<size_t>(lines * stride));
+    for (int64_t i = 0; i < lines; ++i) {
+      const int64_t row = w.grid_row(first_line + n + i);
+      if (!unit_scales(w, row, units, line_scratch, all_scales + i * units)) return false;
+      if (kind.has_zero_point) {
+        Weight by_zero = w;
+        by_zero.scale = w.offset;
+        unit_scales(by_zero, row, units, line_scratch, all_zeros + i * units);
+      }
+    }
+    for (int64_t k = 0; k < x.padded; k += kPanelDepth8) {
+      const int64_t depth = min64(kPanelDepth8, x.padded - k);
+      for (int64_t i = 0; i < lines; ++i) {
+        const uint8_t* const line = w.data + (first_line + n + i) * w.line_bytes;
+        const uint8_t* p = line + k * w.bits / 8;
+        for (int64_t at = 0; at < depth; at += kStep8, p += bytes.step) {
+          const auto fields = p + bytes.step <= line + line_codes
+                                  ? bytes(p) : bytes.part(p, line + line_codes - p);
+          const float* zeros = kind.has_zero_point ? all_zeros + i * units + (k + at) / kUnit : nullptr;
+          const int64_t u = at / kUnit;
+          signed_step(fields, kind, zeros, codes + i * kStride8 + at, starts + i * kUnits + u);
+        }
+        std::memcpy(w_scales + i * kUnits, all_scales + i * units + k / kUnit,
+                    4 * static_cast<size_t>(depth / kUnit));
+      }
+      for (int64_t panel = 0; panel < count; ++panel) {
+        const uint8_t* right = panels.codes + panel * x.padded * 32 + k * 32;
+        const float* right_scales = panels.scales + (panel * units + k / kUnit) * 32;
+        float* c = sums + panel * 32;
+        if (rows - panel * 32 <= 16)
+          tiles8<1>(lines, codes, kStride8, starts, w_scales, kUnits, right, right_scales,
+                    depth / kUnit, c, stride);
+        else
+          tiles8<2>(lines, codes, kStride8, starts, w_scales, kUnits, right, right_scales,
+                    depth / kUnit, c, stride);
+      }
+    }
+    for (int64_t m = 0; m < rows; ++m) {
+      for (int64_t i = 0; i < lines; ++i) out[i] = sums[i * stride + m] * kind.factor;
+      write_row(out, lines, y, m * y.row_stride + n);
+    }
+  }
+  return true;
+}
+
+#endif
+
+}  // namespace pq::PQ_TARGET
