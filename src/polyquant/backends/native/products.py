@@ -77,13 +77,20 @@ def _batched(x: Array, q: QTensor, kind: Any) -> Array:
 
 
 def empty(like: Array, shape: Sequence[int], kind: Any) -> tuple[Array, bool]:
-    """A new array beside ``like``; float32 where float64 is asked for, and whether it is."""
+    """A new array beside ``like``, and whether ``kind`` differs from what it holds.
+
+    It is float32 where float64 is asked for, and of the machine's byte order.
+    """
     is_wider = _is_float64(kind)
     if isinstance(like, np.ndarray | np.generic):
-        return np.empty(shape, np.float32 if is_wider else kind), is_wider
+        held = np.dtype(np.float32 if is_wider else kind)
+        if held.isnative:
+            return np.empty(shape, held), is_wider
+        return np.empty(shape, held.newbyteorder("=")), True
     return like.new_empty(shape, dtype=namespace(like).float32 if is_wider else kind), is_wider
 
 
 @lru_cache(maxsize=64)
 def _is_float64(kind: Hashable) -> bool:
-    return (getattr(kind, "__name__", None) or str(kind)).endswith("float64")
+    name = getattr(kind, "name", None) or getattr(kind, "__name__", None) or str(kind)
+    return str(name).endswith("float64")
