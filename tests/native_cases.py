@@ -1,4 +1,4 @@
-"""Weights for the tests of the compiled kernels: every kind of scheme, codes and scales of all bits."""
+"""Weights for the tests of compiled kernels: every kind of scheme, codes and scales of all bits."""
 
 from __future__ import annotations
 
