@@ -506,7 +506,7 @@ def _products(
             y = matmul(a.there, b.there, kernel=kernel.name)
         except KernelRefused:
             continue
-        entering = "float32" if kernel.name.startswith("definition") else kind
+        entering = "float32" if kernel.name.startswith("definition") else kernel.entering or kind
         detail = product_error(place.owner.to_host(y), a.values, b.values, kind, entering)
         yield _result("matmul", scheme, what, detail, kernel)
 

@@ -313,7 +313,13 @@ def product_problem(a: Operand, b: Operand, device: str, transformed: bool) -> P
     layout = (a.axes, b.axes)
     sizes = (bucket(m), bucket(n), bucket(a.shape[-1]))
     kind = device_kind(device)
-    return Problem("matmul", kind, a.what, b.what, layout, *sizes, transformed=transformed)
+    step = _step(a.shape[-1])
+    return Problem("matmul", kind, a.what, b.what, layout, *sizes, "", transformed, step)
+
+
+def _step(extent: int) -> int:
+    """The largest power of two, up to 32, that divides an extent; 0 of one that is not known."""
+    return math.gcd(extent, 32) if isinstance(extent, int) else 0
 
 
 def matmul_problem(a: Any, b: Any, device: str, *, transformed: bool = False) -> Problem:
@@ -418,7 +424,7 @@ def supports(
     if op == "matmul":
         left = str(other) if str(other) in FLOAT_DTYPES else as_scheme(other)
         sizes = (bucket(m), bucket(n), bucket(k))
-        problem = Problem(op, kind, left, made, (None, (1, 0)), *sizes)
+        problem = Problem(op, kind, left, made, (None, (1, 0)), *sizes, step=_step(k))
     else:
         problem = Problem(op, kind, made)
     found = explain_problem(owner.name, problem)

@@ -21,7 +21,8 @@ class Problem(NamedTuple):
     None where there is one operand. ``layout`` holds each quantized operand's axis order, or None.
     ``m, n, k`` are the extents of a product, rounded up to powers of two; 0 without meaning.
     ``transformed`` says that a library's transformation watches the operands (autograd, a tracer,
-    vmap), which must see the op as one.
+    vmap), which must see the op as one. ``step`` is the largest power of two, up to 32, that
+    divides the summed extent: what lines of codes are aligned to; 0 where it is not known.
     """
 
     op: str
@@ -34,6 +35,7 @@ class Problem(NamedTuple):
     k: int = 0
     option: str = ""
     transformed: bool = False
+    step: int = 0
 
     def __str__(self) -> str:
         operands = f"{self.a}" if self.b is None else f"{self.a} x {self.b}"
@@ -49,7 +51,8 @@ class Kernel:
 
     ``run`` takes the op's operands and keywords; a kernel of "quantize" takes the array, the
     scheme and the calibration. ``declines`` is the kernel's own answer. Schemes with ``extras`` are
-    declined for it, unless it says that it ``takes_extras``.
+    declined for it, unless it says that it ``takes_extras``. ``entering``: a dtype as precise as
+    its multiplier and sums, where that is not the float operand's.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Kernel:
     declines: Callable[[Problem], str | None]
     run: Callable[..., Any]
     takes_extras: bool = False
+    entering: str | None = None
 
     def why_not(self, problem: Problem) -> str | None:
         """Why it cannot run a problem, or None when it can."""

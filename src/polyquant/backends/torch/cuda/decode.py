@@ -275,7 +275,7 @@ def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool) -> _Call
         "MANTISSA": int(scheme.value[3]) if scheme.value.is_float else 0,
         "NATIVE": is_native,
         "BY_WORDS": by_words,
-        "SCALE": _scale_kind(scheme),
+        "SCALE": scale_kind(scheme),
         "OFFSET": _offset_kind(scheme),
         "HAS_TENSOR_SCALE": scheme.tensor_scale is not None,
         "FLUSHES": _may_be_subnormal(scheme),
@@ -322,7 +322,8 @@ def _kind(scheme: QuantScheme) -> int:
     return int((SIGNED if scheme.value.is_signed else UNSIGNED).value)
 
 
-def _scale_kind(scheme: QuantScheme) -> int:
+def scale_kind(scheme: QuantScheme) -> int:
+    """The constant of ``stored_number`` for a scheme's scales."""
     kinds = {ScaleDtype.UE8M0: UE8M0, ScaleDtype.UE4M3: UE4M3}
     found = FLOAT if isinstance(scheme.scale, QuantScheme) else kinds.get(scheme.scale, FLOAT)
     return int(found.value)

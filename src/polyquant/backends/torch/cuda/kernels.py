@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 
+from polyquant.backends.torch.cuda import schemes
 from polyquant.kernel import Kernel, Problem
-from polyquant.scheme import QuantScheme
+from polyquant.scheme import QuantScheme, parse
+from polyquant.values import QuantStore, QuantValue
 
 _HERE = "polyquant.backends.torch.cuda"
 #: Compute capability of the oldest GPU that kernels are written for (bf16, cp.async): Ampere.
 _OLDEST = (8, 0)
 
 
-def _needs(*packages: str) -> Callable[[], str | None]:
+def _needs(*packages: str, oldest: tuple[int, int] = _OLDEST) -> Callable[[], str | None]:
     """What this machine lacks of packages and GPUs, asked once."""
 
     @cache
@@ -35,8 +37,8 @@ def _needs(*packages: str) -> Callable[[], str | None]:
         if torch.version.cuda is None:
             return "torch is built for GPUs of another maker"
         found = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
-        if found < _OLDEST:
-            return f"a GPU here is of compute capability {found}, and it needs {_OLDEST} or newer"
+        if found < oldest:
+            return f"a GPU here is of compute capability {found}, and it needs {oldest} or newer"
         return None
 
     return lacking
@@ -44,6 +46,7 @@ def _needs(*packages: str) -> Callable[[], str | None]:
 
 _lacks_triton = _needs("triton")
 _lacks_nvrtc = _needs("triton", "cuda.bindings.nvrtc")
+_lacks_fp8 = _needs("triton", oldest=(8, 9))
 
 
 def _module(name: str) -> Any:
@@ -66,15 +69,40 @@ def _why_not_dequantize(problem: Problem) -> str | None:
     return _lacks_triton() or _why_not_scheme(problem.a)
 
 
+def _why_not_quantize(problem: Problem) -> str | None:
+    scheme = parse(problem.option)
+    if scheme.extras:
+        return f"it does not know {scheme.extras[0]}"
+    if scheme.bits not in (1, 2, 4, 8) or scheme.store is not QuantStore.PACKED_U32:
+        return "it packs codes of 1, 2, 4 and 8 bits into 32-bit words (store packed_u32)"
+    if scheme.offset is not None or isinstance(scheme.scale, QuantScheme):
+        return "it calibrates scales that are numbers, without an offset"
+    if scheme.block is not None and (len(scheme.block) > 1 or _cuts_words(scheme)):
+        return "its blocks must lie along the last axis and begin at whole words"
+    return _lacks_triton()
+
+
+def _cuts_words(scheme: QuantScheme) -> bool:
+    extent = scheme.block[-1] if scheme.block is not None else -1
+    return extent != -1 and (extent * scheme.bits % 32 != 0 or extent > 16384)
+
+
 def _why_not_cublas(problem: Problem) -> str | None:
     if "float64" in (problem.a, problem.b):
         return "it multiplies in float32 at most, and an operand is float64"
     return _lacks_triton() or _why_not_scheme(problem.a) or _why_not_scheme(problem.b)
 
 
+def _why_not_int8(problem: Problem) -> str | None:
+    return schemes.why_not_paired(problem, schemes.INTEGERS) or _lacks_triton()
+
+
+def _why_not_fp8(problem: Problem) -> str | None:
+    return schemes.why_not_paired(problem, (QuantValue.E4M3,)) or _lacks_fp8()
+
+
 def _why_not_mma(problem: Problem) -> str | None:
-    found: str | None = _module("schemes").why_not(problem)
-    return _lacks_nvrtc() or _why_not_scheme(problem.b) or found
+    return schemes.why_not(problem) or _lacks_nvrtc()
 
 
 # -- how each runs ----------------------------------------------------------------------------
@@ -82,6 +110,18 @@ def _why_not_mma(problem: Problem) -> str | None:
 
 def _dequantize(q: Any, dtype: Any) -> Any:
     return _module("decode").dequantize(q, dtype)
+
+
+def _quantize(x: Any, scheme: Any, calibration: str, **given: Any) -> Any:
+    return _module("encode").quantize(x, scheme, calibration, **given)
+
+
+def _int8(a: Any, b: Any, dtype: Any) -> Any:
+    return _module("paired").matmul_int8(a, b, dtype)
+
+
+def _fp8(a: Any, b: Any, dtype: Any) -> Any:
+    return _module("paired").matmul_fp8(a, b, dtype)
 
 
 def _cublas(a: Any, b: Any, dtype: Any) -> Any:
@@ -94,6 +134,9 @@ def _mma(a: Any, b: Any, dtype: Any) -> Any:
 
 KERNELS = (
     Kernel("torch.nvrtc.mma", "matmul", _why_not_mma, _mma),
+    Kernel("torch.cublas.int8", "matmul", _why_not_int8, _int8),
+    Kernel("torch.cublas.fp8", "matmul", _why_not_fp8, _fp8, entering="float16"),
     Kernel("torch.triton.cublas", "matmul", _why_not_cublas, _cublas),
+    Kernel("torch.triton.quantize", "quantize", _why_not_quantize, _quantize),
     Kernel("torch.triton.dequantize", "dequantize", _why_not_dequantize, _dequantize),
 )

@@ -5,9 +5,10 @@
 // sums are float32, and a block's scale multiplies the block's sum, so no weight is ever rounded.
 //
 // Reads the canonical bytes: lines of codes packed along k, little-endian. A warp owns 16 * RT rows
-// of the weight and every WK-th chunk of CHUNK values of k. It copies codes, scales and offsets to
+// of the weight and every (WK * KC)-th chunk of CHUNK values of k. It copies codes, scales and offsets to
 // shared memory with cp.async, STAGES deep, for itself alone; the WN warps of one k slice share
-// the chunk of x. At the end the WK slices are added in order, so that runs give the same bits.
+// the chunk of x. A cluster of KC blocks of threads has WK * KC slices, which are added in order at
+// the end, so that runs give the same bits.
 //
 // Of each 32 values along k thread t of a quad holds 8 consecutive ones, 8 t to 8 t + 7. Since a sum
 // does not care about its order, they enter as the pairs (i, i + 4), which codes of 2 to 8 bits fall
@@ -17,9 +18,12 @@
 // aligned; lines of codes are a multiple of CODE_PIECE bytes, those of scales of SCALE_PIECE. Codes
 // and scales past the end of a line are read as zero, x past K must be zero or absent.
 //
-// Given by -D: F16 BITS KIND MANTISSA BLOCK SCALE OFFSET OFFSET_TYPE RT NT WN WK STAGES CHUNK
+// Given by -D: F16 BITS KIND MANTISSA BLOCK SCALE OFFSET OFFSET_TYPE RT NT WN WK KC STAGES CHUNK
 // CODE_PIECE SCALE_PIECE OFFSET_PIECE X_ROWS PLANES OUT. The numbers are named in mma.py.
 
+#ifndef ABLATE
+#define ABLATE 0
+#endif
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -75,19 +79,44 @@ __device__ __forceinline__ void copy(u8* to, const u8* from, bool inside) {
   }
 }
 
-// BYTES of each of the warp's rows, from byte `at` of lines `line` bytes long.
+// BYTES of each of a warp's rows: a run of lines of something.
 template <int BYTES, int PITCH, int PIECE>
-__device__ __forceinline__ void copy_rows(u8* to, const u8* from, long long stride, int first,
-                                          int last, int rows_per, int at, int line, int lane) {
-  constexpr int PIECES = BYTES / PIECE;
-#pragma unroll
-  for (int i = lane; i < ROWS * PIECES; i += 32) {
-    int row = i / PIECES, byte = i % PIECES * PIECE;
-    int source = min(first + row, last);
-    if (rows_per != 1) source /= rows_per;
-    copy<PIECE>(to + row * PITCH + byte, from + source * stride + at + byte, at + byte < line);
+struct Lines {
+  static constexpr int PIECES = BYTES < PIECE ? 1 : BYTES / PIECE, ALL = ROWS * PIECES;
+  static constexpr bool IN_STEP = 32 % PIECES == 0;  // a lane keeps its place along the line
+  static constexpr int APART = IN_STEP ? 32 / PIECES : 1;
+  const u8 *lines, *mine;  // the first line of all; what the lane copies first
+  long long stride;
+  int first, last, rows_per, line;  // rows of the weight; how many have one line; bytes of a line
+
+  __device__ __forceinline__ Lines(const u8* lines, long long stride, int first, int n, int rows_per,
+                                   int line, int lane)
+      : lines(lines), stride(stride), first(first), last(n - 1), rows_per(rows_per), line(line) {
+    mine = lines + (first + lane / PIECES) * stride + lane % PIECES * PIECE;
   }
-}
+
+  // Those from byte `start` of the lines on; zeros past the ends.
+  __device__ __forceinline__ void fetch(u8* to, int start, int lane) const {
+    if (IN_STEP && rows_per == 1) {
+      const int row = lane / PIECES, byte = lane % PIECES * PIECE;
+      const bool inside = start + byte < line;
+      const u8* from = mine + start;
+#pragma unroll
+      for (int i = 0; i * 32 < ALL; i++) {
+        if (ALL % 32 == 0 || lane + i * 32 < ALL)
+          copy<PIECE>(to + (row + i * APART) * PITCH + byte, from,
+                      inside && first + row + i * APART <= last);
+        from += APART * stride;
+      }
+    } else {
+      for (int i = lane; i < ALL; i += 32) {
+        const int row = i / PIECES, byte = i % PIECES * PIECE;
+        const long long at = min(first + row, last) / rows_per * stride + start + byte;
+        copy<PIECE>(to + row * PITCH + byte, lines + at, start + byte < line);
+      }
+    }
+  }
+};
 
 // -- numbers --------------------------------------------------------------------------------------
 
@@ -167,23 +196,22 @@ __device__ __forceinline__ u32 and_xor(u32 a, u32 mask, u32 b) {
 // 8 codes of BITS bits, at a thread's place in a group's bytes, as 4 pairs of fields (i, i + 4), with
 // other bits above them.
 constexpr u32 MASK = both((1u << BITS) - 1);
-__device__ __forceinline__ void fields(const u8* line, int t, u32* f) {
+__device__ __forceinline__ void fields(const u8* line, int t, u32 w, u32* f) {
   if constexpr (BITS == 4) {
-    u32 w = *(const u32*)(line + 4 * t);
 #pragma unroll
     for (int i = 0; i < 4; i++) f[i] = w >> 4 * i;
   } else if constexpr (BITS == 2) {
-    u32 w = __byte_perm(*(const u16*)(line + 2 * t), 0, 0x4140);
+    w = __byte_perm(*(const u16*)(line + 2 * t), 0, 0x4140);
 #pragma unroll
     for (int i = 0; i < 4; i++) f[i] = w >> 2 * i;
   } else if constexpr (BITS == 1) {
-    u32 v = line[t], w = v | v << 12;
+    w = line[t], w |= w << 12;
 #pragma unroll
     for (int i = 0; i < 4; i++) f[i] = w >> i;
   } else if constexpr (BITS == 8) {
-    uint2 w = *(const uint2*)(line + 8 * t);
+    uint2 pair = *(const uint2*)(line + 8 * t);
 #pragma unroll
-    for (int i = 0; i < 4; i++) f[i] = __byte_perm(w.x, w.y, i | (4 + i) << 8);
+    for (int i = 0; i < 4; i++) f[i] = __byte_perm(pair.x, pair.y, i | (4 + i) << 8);
   } else {
     int byte = BITS * t;
     const u32* words = (const u32*)(line + (byte & ~3));
@@ -200,17 +228,16 @@ __device__ __forceinline__ void fields(const u8* line, int t, u32* f) {
   }
 }
 
-// The 4 pairs of numbers of 8 codes. `magic`: MAGIC and SIGN in both halves; `minus`: see subtrahend;
+// The 4 pairs of numbers of 8 codes. `word`: those of 4 bits, loaded already; `magic`: MAGIC and SIGN in both halves; `minus`: see subtrahend;
 // `zero`: as a float32, for 8-bit codes.
-__device__ __forceinline__ void decode(const u8* line, int t, u32 magic, u32 minus, float zero,
+__device__ __forceinline__ void decode(const u8* line, int t, u32 word, u32 magic, u32 minus, float zero,
                                        const u32* lut, u32* a) {
   if constexpr (KIND == LOOKUP) {
-    u32 w = *(const u32*)(line + 4 * t);
     const u8* bank = (const u8*)lut + threadIdx.x % 32 * 4;
-    a[0] = *(const u32*)(bank + (w << 7 & 0x7F80));
-    a[1] = *(const u32*)(bank + (w >> 1 & 0x7F80));
-    a[2] = *(const u32*)(bank + (w >> 9 & 0x7F80));
-    a[3] = *(const u32*)(bank + (w >> 17 & 0x7F80));
+    a[0] = *(const u32*)(bank + (word << 7 & 0x7F80));
+    a[1] = *(const u32*)(bank + (word >> 1 & 0x7F80));
+    a[2] = *(const u32*)(bank + (word >> 9 & 0x7F80));
+    a[3] = *(const u32*)(bank + (word >> 17 & 0x7F80));
   } else if constexpr (KIND == E4M3) {
     uint2 w = *(const uint2*)(line + 8 * t);
     u32 words[2] = {w.x, w.y};
@@ -233,17 +260,16 @@ __device__ __forceinline__ void decode(const u8* line, int t, u32 magic, u32 min
     constexpr u32 POWER = F16 ? (30u - B) << 10 : (254u - B) << 7;
     constexpr int UP = (F16 ? 10 : 7) - MANTISSA;
     if constexpr (BITS == 4) {
-      u32 w = *(const u32*)(line + 4 * t);
       constexpr u32 REST = both(7u << UP);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        u32 top = w << (12 - 4 * i);
+        u32 top = word << (12 - 4 * i);
         a[i] = fma2((top & 0x80008000u) | (top >> (12 - UP) & REST), both(POWER), MINUS_ZERO2);
       }
     } else {
       constexpr u32 REST = both((1u << (BITS - 1)) - 1);
       u32 f[4];
-      fields(line, t, f);
+      fields(line, t, word, f);
 #pragma unroll
       for (int i = 0; i < 4; i++)
         a[i] = fma2((f[i] & both(1u << (BITS - 1))) << (16 - BITS) | (f[i] & REST) << UP,
@@ -251,7 +277,7 @@ __device__ __forceinline__ void decode(const u8* line, int t, u32 magic, u32 min
     }
   } else if constexpr (BY_MAGIC) {
     u32 f[4];
-    fields(line, t, f);
+    fields(line, t, word, f);
 #pragma unroll
     for (int i = 0; i < 4; i++) a[i] = fma2(and_xor(f[i], MASK, magic), ONE2, minus);
   } else {  // 8 bits to bf16: 2^23 + u in float32 is 0x4B000000 with u in the lowest bits
@@ -265,6 +291,14 @@ __device__ __forceinline__ void decode(const u8* line, int t, u32 magic, u32 min
       a[i] = pack(low - zero, high - zero);
     }
   }
+}
+
+// The words of 4-bit codes of two groups, of rows g and g + 8 each: ldmatrix hands thread t of a quad
+// its word t of 16 bytes.
+__device__ __forceinline__ void load_words(const u8* mine, u32 (*words)[2]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0][0]), "=r"(words[0][1]), "=r"(words[1][0]), "=r"(words[1][1])
+               : "r"(shared_address(mine)) : "memory");
 }
 
 // Pairs of entries, LUT_COPIES times, so that each lane reads its own bank. For f16 they are scaled
@@ -327,6 +361,21 @@ __device__ __forceinline__ void sync_slice(int slice) {
   }
 }
 
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+// A number in the shared memory of a block of threads of the cluster.
+__device__ __forceinline__ float peer(const float* p, int rank) {
+  if constexpr (KC == 1) return *p;
+  u32 there;
+  float f;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(f) : "r"(there) : "memory");
+  return f;
+}
+
 // The sums of one block, scaled, into the sums of all.
 __device__ __forceinline__ void close_block(float (*acc)[4], const float (*d)[4],
                                             const float (*sum_x)[2], const u8* scales,
@@ -375,55 +424,86 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WK) matmul(const Operands
   u8* stages = shared + LUT_BYTES + slice * STAGES * SLICE_STAGE;
   const u32 magic = both(MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
   float undo = 1.0f;
+
+  const Lines<CODE_BYTES, CODE_PITCH, CODE_PIECE> code_lines(p.codes, p.code_stride, first, p.n, 1,
+                                                             p.code_line, lane);
+  const Lines<SCALE_BYTES, SCALE_PITCH, SCALE_PIECE> scale_lines(
+      p.scales, p.scale_stride, first, p.n, p.block_rows, p.scale_line, lane);
+  const Lines<OFFSET_BYTES, OFFSET_PITCH, OFFSET_PIECE> offset_lines(
+      p.offsets, p.offset_stride, first, p.n, p.block_rows, p.offset_line, lane);
+
+  auto fetch_weight = [&](int stage, int chunk) {
+    u8* to = stages + stage * SLICE_STAGE + X_STAGE + across * WARP_STAGE;
+    code_lines.fetch(to, chunk * CODE_BYTES, lane);
+    const int block = BLOCK >= CHUNK ? chunk / max(1, BLOCK / CHUNK) : chunk * PER_CHUNK;
+    if constexpr (IN_BLOCKS)
+      scale_lines.fetch(to + ROWS * CODE_PITCH, block * size_of(SCALE), lane);
+    if constexpr (OFFSET != NO_OFFSET)
+      offset_lines.fetch(to + ROWS * (CODE_PITCH + SCALE_PITCH), block * size_of(OFFSET_TYPE), lane);
+  };
+  auto fetch_x = [&](int stage, int chunk) {
+    constexpr int PIECES = CHUNK / 8;
+    u8* to = stages + stage * SLICE_STAGE;
+    for (int i = across * 32 + lane; i < m_here * PIECES; i += 32 * WN) {
+      int row = i / PIECES, k = chunk * CHUNK + i % PIECES * 8;
+      copy<16>(to + row * X_PITCH + i % PIECES * 16,
+               p.x + ((long long)(first_m + row) * p.xk + k) * 2, k < p.xk);
+    }
+  };
+
+  // Nothing of the kernel before may be read until it has ended; but DRAM can be asked already.
+#if PREFETCH
+  if (first + lane < p.n && lane < ROWS && slice == 0) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
+                     p.codes + (first + lane) * p.code_stride),
+                 "r"(p.code_line));
+  }
+#endif
+#if EARLY
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+
   if constexpr (KIND == LOOKUP) {
     undo = build_lut(lut, p.table);
     __syncthreads();
   }
 
-  auto issue = [&](int stage, int chunk) {
-    u8* x_at = stages + stage * SLICE_STAGE;
-    u8* mine = x_at + X_STAGE + across * WARP_STAGE;
-    copy_rows<CODE_BYTES, CODE_PITCH, CODE_PIECE>(mine, p.codes, p.code_stride, first, p.n - 1, 1,
-                                                  chunk * CODE_BYTES, p.code_line, lane);
-    mine += ROWS * CODE_PITCH;
-    if constexpr (IN_BLOCKS) {
-      int block = BLOCK >= CHUNK ? chunk / (BLOCK / CHUNK) : chunk * PER_CHUNK;
-      copy_rows<SCALE_BYTES, SCALE_PITCH, SCALE_PIECE>(mine, p.scales, p.scale_stride, first,
-                                                       p.n - 1, p.block_rows, block * size_of(SCALE),
-                                                       p.scale_line, lane);
-      mine += ROWS * SCALE_PITCH;
-      if constexpr (OFFSET != NO_OFFSET)
-        copy_rows<OFFSET_BYTES, OFFSET_PITCH, OFFSET_PIECE>(
-            mine, p.offsets, p.offset_stride, first, p.n - 1, p.block_rows,
-            block * size_of(OFFSET_TYPE), p.offset_line, lane);
-    }
-    constexpr int PIECES = CHUNK / 8;
-    for (int i = across * 32 + lane; i < m_here * PIECES; i += 32 * WN) {
-      int row = i / PIECES, k = chunk * CHUNK + i % PIECES * 8;
-      copy<16>(x_at + row * X_PITCH + i % PIECES * 16,
-               p.x + ((long long)(first_m + row) * p.xk + k) * 2, k < p.xk);
-    }
-  };
-
   float acc[RT][NT][4] = {};
-  const int count = (p.chunks - slice + WK - 1) / WK;
+  const int first_chunk = blockIdx.z * WK + slice, apart = WK * KC;
+  const int count = (p.chunks - first_chunk + apart - 1) / apart;
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
-    if (s < count) issue(s, slice + s * WK);
+    if (s < count) {
+      fetch_weight(s, first_chunk + s * apart);
+      fetch_x(s, first_chunk + s * apart);
+    }
     asm volatile("cp.async.commit_group;");
   }
   for (int it = 0; it < count; it++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
     sync_slice(slice);  // all have this chunk, and none is still at the one overwritten next
     const int next = it + STAGES - 1;
-    if (next < count) issue(next % STAGES, slice + next * WK);
+    if (next < count) {
+      fetch_weight(next % STAGES, first_chunk + next * apart);
+      fetch_x(next % STAGES, first_chunk + next * apart);
+    }
     asm volatile("cp.async.commit_group;");
 
+#if ABLATE != 1
     const u8* x_at = stages + it % STAGES * SLICE_STAGE + t * 16;
     const u8* codes = stages + it % STAGES * SLICE_STAGE + X_STAGE + across * WARP_STAGE;
     const u8* scales = codes + ROWS * CODE_PITCH + g * SCALE_PITCH;
     const u8* offsets = codes + ROWS * (CODE_PITCH + SCALE_PITCH) + g * OFFSET_PITCH;
+    const u8* mine = codes + lane % 16 * CODE_PITCH + lane / 16 * 16;  // see load_words
     codes += g * CODE_PITCH;
+    u32 words[RT][GROUPS][2];
+    if constexpr (BITS == 4) {
+#pragma unroll
+      for (int c = 0; c < GROUPS; c += 2)
+#pragma unroll
+        for (int r = 0; r < RT; r++) load_words(mine + 16 * r * CODE_PITCH + c * 16, &words[r][c]);
+    }
     constexpr int BLOCK_GROUPS = !IN_BLOCKS || BLOCK >= CHUNK ? GROUPS : (HALVES ? 1 : BLOCK / 32);
 #pragma unroll
     for (int c = 0; c < GROUPS; c += BLOCK_GROUPS) {
@@ -448,8 +528,8 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WK) matmul(const Operands
               minus = subtrahend(z);
               zero = __uint_as_float(0x4B000000u | z);
             }
-            decode(codes + (16 * r + 8 * half) * CODE_PITCH + (c + e) * 4 * BITS, t, magic, minus, zero,
-                   lut, a[half]);
+            decode(codes + (16 * r + 8 * half) * CODE_PITCH + (c + e) * 4 * BITS, t,
+                   words[r][c + e][half], magic, minus, zero, lut, a[half]);
           }
 #pragma unroll
           for (int j = 0; j < NT; j++) {
@@ -495,6 +575,7 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WK) matmul(const Operands
         }
       }
     }
+#endif
   }
 
   // -- the slices together, in order, and out -----------------------------------------------------
@@ -509,11 +590,18 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WK) matmul(const Operands
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         int row = across * ROWS + 16 * r + g + i / 2 * 8, column = 8 * j + 2 * t + i % 2;
-        sums[(slice * COLUMNS + column) * LINE + row] = acc[r][j][i];
+        if (column < m_here) sums[(slice * COLUMNS + column) * LINE + row] = acc[r][j][i];
       }
-  __syncthreads();
+  if constexpr (KC > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  const int rank = blockIdx.z;
   float whole = undo * (p.tensor_scale ? *p.tensor_scale : 1.0f);
-  for (int i = threadIdx.x; i < ROWS * WN * (m_here / PLANES); i += 32 * WN * WK) {
+  // A cluster's blocks of threads lie along k; each finishes its share of the results.
+  for (int i = threadIdx.x + rank * 32 * WN * WK; i < ROWS * WN * (m_here / PLANES);
+       i += 32 * WN * WK * KC) {
     int row = i % (ROWS * WN), column = i / (ROWS * WN), n = blockIdx.x * (ROWS * WN) + row;
     if (n >= p.n) continue;
     float y = 0.0f;
@@ -521,7 +609,8 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WK) matmul(const Operands
     for (int plane = PLANES - 1; plane >= 0; plane--) {  // the smallest first
       float one = 0.0f;
 #pragma unroll
-      for (int s = 0; s < WK; s++) one += sums[(s * COLUMNS + column * PLANES + plane) * LINE + row];
+      for (int s = 0; s < WK * KC; s++)
+        one += peer(sums + (s % WK * COLUMNS + column * PLANES + plane) * LINE + row, s / WK);
       y += one;
     }
     if constexpr (!IN_BLOCKS) y *= number<SCALE>(p.scales + n / p.block_rows * p.scale_stride);
@@ -539,4 +628,5 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WK) matmul(const Operands
     ((u16*)p.y)[at] = half;
 #endif
   }
+  if constexpr (KC > 1) cluster_sync();  // none leaves while another reads its sums
 }

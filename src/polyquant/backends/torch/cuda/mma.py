@@ -107,7 +107,7 @@ def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | N
         entering.shape[1],
         *plan.numbers,
     )
-    nvrtc.launch(plan.function, plan.grid, argument)
+    nvrtc.launch(plan.function, plan.grid, argument, early=plan.early)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -143,8 +143,9 @@ def _step(bits: int) -> int:
 
 class _Plan(NamedTuple):
     function: nvrtc.Function
-    grid: tuple[int, int]
+    grid: tuple[int, int, int]
     numbers: tuple[int, ...]
+    early: bool
 
 
 @lru_cache(maxsize=4096)
@@ -168,6 +169,8 @@ def _plan(
     number = kind.number if kind is not None else 0
     block = block_of(scheme, k)
     found = tiles or tiles_of(bits, columns, n, k)
+    early = torch.cuda.get_device_capability(device) >= (9, 0)
+    found = found if early else found._replace(kc=1)  # clusters came with it
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     while True:
         sizes = tuple(SIZES[each] * _per_chunk(found, block) for each in (grids[0], grids[2]))
@@ -193,16 +196,21 @@ def _plan(
         "X_ROWS": x_rows,
         "PLANES": PLANES[entering],
         "OUT": _OUT[out],
+        "EARLY": int(early),
         **{name.upper(): each for name, each in found._asdict().items()},
     }
     options = tuple(f"{name}={each}" for name, each in numbers.items())
     function = nvrtc.load("mma.cu", "matmul", options, 32 * found.wn * found.wk, shared, device)
-    grid = (math.ceil(n / (16 * found.rt * found.wn)), math.ceil(columns / (8 * found.nt)))
+    grid = (
+        math.ceil(n / (16 * found.rt * found.wn)),
+        math.ceil(columns / (8 * found.nt)),
+        found.kc,
+    )
     stored = scheme.scale_shape((n, k))
     lines = tuple(stored[1] * SIZES[each] for each in (grids[0], grids[2]))
     code_line = line_size_bytes(k, scheme.bits, scheme.store)
     rows = scheme.block_extents((n, k))[0] if stored[0] > 1 else 1
-    return _Plan(function, grid, (math.ceil(k / found.chunk), code_line, *lines, rows))
+    return _Plan(function, grid, (math.ceil(k / found.chunk), code_line, *lines, rows), early)
 
 
 def _per_chunk(tiles: Tiles, block: int) -> int:

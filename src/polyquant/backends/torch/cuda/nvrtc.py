@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,7 +16,7 @@ from polyquant.errors import BackendMissing
 class Function(NamedTuple):
     """A kernel loaded on one device: its handle, and the threads and shared memory of a block."""
 
-    handle: Any
+    handle: int
     threads: int
     shared_bytes: int
 
@@ -36,7 +36,7 @@ def load(
         handle = _ask(driver.cuModuleGetFunction(module, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ask(driver.cuFuncSetAttribute(handle, attribute, shared_bytes))
-    return Function(handle, threads, shared_bytes)
+    return Function(int(handle), threads, shared_bytes)
 
 
 @lru_cache(maxsize=512)
@@ -56,25 +56,70 @@ def _compile(source: str, options: tuple[str, ...], capability: tuple[int, int])
     return cubin
 
 
-def launch(function: Function, grid: tuple[int, int], argument: ctypes.Structure) -> None:
-    """Run a kernel of one by-value argument on the current stream. Raises BackendMissing."""
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-    stream = torch.cuda.current_stream().cuda_stream
-    found = driver.cuLaunchKernel(
-        function.handle,
-        grid[0],
-        grid[1],
-        1,
-        function.threads,
-        1,
-        1,
-        function.shared_bytes,
-        stream,
-        ctypes.addressof(pointers),
-        0,
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: of its values only the first three words have a meaning here."""
+
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint32 * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_uint)
+            for name in ("x", "y", "z", "threads", "one", "one_more", "shared")
+        ),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
     )
-    if found[0] != 0:
-        _ask(found)
+
+
+@lru_cache(maxsize=64)
+def _attributes(cluster: int, early: bool) -> Any:
+    """How a kernel is launched besides: in clusters along z; while the kernel before it ends."""
+    kinds = driver.CUlaunchAttributeID
+    found = []
+    if cluster > 1:
+        words = (ctypes.c_uint32 * 16)(1, 1, cluster)
+        found.append(_Attribute(int(kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION), words))
+    if early:
+        words = (ctypes.c_uint32 * 16)(1)
+        kind = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        found.append(_Attribute(int(kind), words))
+    return (_Attribute * len(found))(*found)
+
+
+@cache
+def _launcher() -> Any:
+    """The driver's own function: through its Python binding a launch takes twice as long."""
+    found = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    found.argtypes = (ctypes.c_void_p,) * 4
+    return found
+
+
+def launch(
+    function: Function,
+    grid: tuple[int, int, int],
+    argument: ctypes.Structure,
+    *,
+    early: bool = False,
+) -> None:
+    """Run a kernel of one by-value argument on the current stream. Raises BackendMissing.
+
+    A grid's last extent is that of a cluster. ``early``: the kernel waits for the one before it by
+    itself (compute capability 9.0 on).
+    """
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+    threads, shared = function.threads, function.shared_bytes
+    stream = torch.cuda.current_stream().cuda_stream
+    attributes = _attributes(grid[2], early)
+    place = ctypes.addressof(attributes)
+    config = _Config(*grid, threads, 1, 1, shared, stream, place, len(attributes))
+    status = _launcher()(ctypes.addressof(config), function.handle, pointers, None)
+    if status:
+        _fail(str(driver.CUresult(status)))
 
 
 def _ask(answer: tuple[Any, ...]) -> Any:

@@ -14,6 +14,9 @@ _NO_OFFSET, _INTEGER_ZERO, _FLOAT_ZERO, _BIAS = range(4)
 #: How scales and offsets are stored, in the order of their numbers, and the bytes of one.
 _TYPES = ("f32", "f16", "bf16", "ue8m0", "ue4m3", "u8")
 SIZES = (4, 2, 2, 1, 1, 1)
+#: What int8 cuBLAS multiplies, and the values along k whose products cannot exceed int32.
+INTEGERS = (QuantValue.Q8S, QuantValue.Q8F)
+_MOST_K = 1 << 16
 #: A block longer than any axis: one scale a row that has an offset, or is read chunk by chunk.
 _WHOLE_ROW = 1 << 30
 #: Rows of x, planes counted, that one block of threads takes at most.
@@ -34,14 +37,16 @@ def why_not(problem: Problem) -> str | None:
     most = MOST_ROWS // 4 if problem.a == "float32" else MOST_ROWS
     if problem.m > most:
         return f"it is for up to {most} rows of {problem.a}; more are quicker by cuBLAS"
-    return _why_not_codes(scheme) or _why_not_blocks(scheme)
+    return _why_not_codes(scheme, problem.step) or _why_not_blocks(scheme)
 
 
-def _why_not_codes(scheme: QuantScheme) -> str | None:
+def _why_not_codes(scheme: QuantScheme, step: int) -> str | None:
     if kind_of(scheme) is None:
         return f"it has no decoder for {scheme.value} codes in the mode and store of {scheme}"
     if scheme.store is not QuantStore.PACKED_U32:
-        return "lines of codes must be whole 32-bit words (store packed_u32)"
+        line_bits = step * (8 if scheme.store is QuantStore.NATIVE else scheme.bits)
+        if line_bits % 32:
+            return "lines of codes must be whole 32-bit words"
     is_integer = scheme.offset is not None and isinstance(scheme.offset.dtype, QuantValue)
     if is_integer and scheme.value.is_signed and scheme.bits == 7:
         return "7-bit codes less an integer zero point do not fit bf16's significand"
@@ -97,3 +102,21 @@ def type_number(kind: ScaleDtype | QuantValue | QuantScheme) -> int:
     if isinstance(kind, QuantScheme):
         return 0
     return _TYPES.index("u8" if isinstance(kind, QuantValue) else str(kind))
+
+
+def why_not_paired(problem: Problem, values: tuple[QuantValue, ...]) -> str | None:
+    """Why codes of ``values`` cannot be multiplied as they are, or None."""
+    for scheme in (problem.a, problem.b):
+        if not isinstance(scheme, QuantScheme) or scheme.value not in values:
+            return f"both operands must hold {' or '.join(values)}"
+        if scheme.mode is not QuantMode.SYMMETRIC or isinstance(scheme.scale, QuantScheme):
+            return f"it does not take the scales out of the sums of {scheme}"
+        if scheme.scale is ScaleDtype.UE8M0:
+            return "a ue8m0 scale of 2^-127 is not a float32"
+        if scheme.block is not None and scheme.block != (-1,):
+            return "a scale must be of a whole line along k, or of the whole tensor"
+    if problem.layout != ((0, 1), (1, 0)):
+        return "both operands must be of two axes, stored with the axis that is summed last"
+    if values == INTEGERS and problem.k > _MOST_K:
+        return f"sums of more than {_MOST_K} products may not fit int32"
+    return None

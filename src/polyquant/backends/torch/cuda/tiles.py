@@ -9,16 +9,20 @@ class Tiles(NamedTuple):
     """The tile sizes of mma.cu.
 
     ``rt, nt``: tiles of 16 rows of the weight and of 8 rows of x that a warp holds. ``wn, wk``:
-    warps of a block of threads beside each other, and along k. ``stages, chunk``: how many copies
-    are under way, and of how many values of k each.
+    warps of a block of threads beside each other, and along k; ``kc``: blocks
+    of threads of a cluster, along k. ``stages, chunk``: how many copies
+    are under way, and of how many values of k each. ``prefetch``: whether whole lines are asked for
+    at once.
     """
 
     rt: int
     nt: int
     wn: int
     wk: int
+    kc: int
     stages: int
     chunk: int
+    prefetch: int = 0
 
     def smaller(self) -> Tiles:
         """The same with less shared memory; itself where there is nothing left to give up."""
@@ -34,7 +38,7 @@ def tiles_of(bits: int, columns: int, n: int, k: int) -> Tiles:
     nt = min(8, -(-columns // 8))
     chunk = 256 if bits <= 4 else 128
     if nt == 1:
-        return Tiles(1, 1, 1, 8, 3, chunk)
+        return Tiles(1, 1, 1, 8, 1, 3, chunk)
     if nt <= 2:
-        return Tiles(2, nt, 2, 4, 3, chunk)
-    return Tiles(2, nt, 4, 2, 3, chunk)
+        return Tiles(2, nt, 2, 4, 1, 3, chunk)
+    return Tiles(2, nt, 4, 2, 2, 3, chunk)

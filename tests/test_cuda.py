@@ -1,0 +1,257 @@
+"""The kernels of NVIDIA GPUs: on a GPU where there is one, else Triton's under its interpreter.
+
+Without Triton what is left is their table: what they take, and what they say of the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyquant as pq
+from polyquant import conform
+from polyquant.dispatch import explain_problem
+from polyquant.kernel import Problem
+from polyquant.scheme import scheme as as_scheme
+
+torch = pytest.importorskip("torch")
+
+IS_GPU = torch.cuda.is_available()
+if not IS_GPU and find_spec("triton"):
+    os.environ["TRITON_INTERPRET"] = "1"
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+needs_gpu = pytest.mark.skipif(not IS_GPU, reason="torch sees no GPU")
+DEVICE = "torch:cuda:0" if IS_GPU else "torch:cpu"
+
+SCHEMES = (*pq.presets(), *conform._FURTHER)
+SHAPES = ((3, 70), (33,), (2, 3, 40), (1, 1), (4, 128), (0, 8), (4, 0))
+DTYPES = ("float32", "float16", "bfloat16") if IS_GPU else ("float32", "float16")
+
+
+def _problem(op: str, scheme: str, **facts: Any) -> Problem:
+    if op == "quantize":
+        return Problem(op, "cuda", "float32", option=str(as_scheme(scheme)))
+    if op == "dequantize":
+        return Problem(op, "cuda", as_scheme(scheme))
+    left = facts.pop("left", "bfloat16")
+    layout = facts.pop("layout", (None, (1, 0)))
+    sizes = facts.pop("sizes", (1, 4096, 4096))
+    return Problem(op, "cuda", left, as_scheme(scheme), layout, *sizes, **facts)
+
+
+def _kernel(name: str) -> Any:
+    found = import_module("polyquant.backends.torch.cuda.kernels").KERNELS
+    return next(kernel for kernel in found if kernel.name == name)
+
+
+def _inputs(scheme: str, kinds: tuple[str, ...]) -> list[Any]:
+    made = as_scheme(scheme)
+    shapes = [s for s in SHAPES if len(s) >= (0 if made.block is None else len(made.block))]
+    found = [conform._input(made, shapes[0], kind, "float32") for kind in kinds]
+    return found + [conform._input(made, shape, "normal", "float32") for shape in shapes[1:]]
+
+
+# -- the table --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("problem", "kernel"),
+    [
+        (_problem("matmul", "q4s"), "torch.nvrtc.mma"),
+        (_problem("matmul", "nf4"), "torch.nvrtc.mma"),
+        (_problem("matmul", "nvfp4", left="float16"), "torch.nvrtc.mma"),
+        (_problem("matmul", "q4s", left="float32"), "torch.nvrtc.mma"),
+        (_problem("matmul", "q4s", left="float64"), "definition.matmul"),
+        (_problem("matmul", "nf4", left="float32"), "torch.triton.cublas"),
+        (_problem("matmul", "q4s", sizes=(4096, 4096, 4096)), "torch.triton.cublas"),
+        (_problem("matmul", "q4s/7:f16"), "torch.triton.cublas"),
+        (_problem("matmul", "q4s", layout=(None, (0, 1))), "torch.triton.cublas"),
+        (_problem("matmul", "q8s/row:f32@native", step=4), "torch.nvrtc.mma"),
+        (_problem("matmul", "q8s/row:f32@native", step=2), "torch.triton.cublas"),
+        (_problem("quantize", "nvfp4"), "torch.triton.quantize"),
+        (_problem("quantize", "q3s/32:f16"), "definition.quantize"),
+        (_problem("dequantize", "q5f/2x3x4:f16"), "torch.triton.dequantize"),
+    ],
+    ids=str,
+)
+def test_which_kernel_is_chosen(problem: Problem, kernel: str) -> None:
+    assert explain_problem("torch", problem).kernel == kernel
+
+
+@pytest.mark.parametrize(
+    ("values", "kernel"),
+    [
+        (("q8s-row", "q8s-row"), "torch.cublas.int8"),
+        (("fp8-row", "fp8-tensor"), "torch.cublas.fp8"),
+        (("q8s-32", "q8s-row"), "torch.triton.cublas"),
+        (("fp8-row", "q8s-row"), "torch.triton.cublas"),
+    ],
+)
+def test_which_kernel_multiplies_two_quantized(values: tuple[str, str], kernel: str) -> None:
+    left, right = values
+    problem = _problem("matmul", right, left=as_scheme(left), layout=((0, 1), (1, 0)))
+    assert explain_problem("torch", problem).kernel == kernel
+
+
+def test_what_is_declined_has_a_reason() -> None:
+    found = explain_problem("torch", _problem("matmul", "q4s/7:f16"))
+    assert "power of two" in dict(found.reasons)["torch.nvrtc.mma"]
+
+
+# -- bit for bit ------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_dequantize(scheme: str) -> None:
+    kernel = _kernel("torch.triton.dequantize")
+    assert kernel.why_not(_problem("dequantize", scheme)) is None
+    for given in _inputs(scheme, ("normal", "wide", "blockwise")):
+        wanted = given.reference()
+        q = wanted.to(DEVICE)
+        for kind in DTYPES:
+            with np.errstate(all="ignore"):
+                values = kernel.run(q, getattr(torch, kind))
+                expected = wanted.dequantize(kind)
+            host = pq.arrays.backend("torch").to_host(values)
+            assert not conform._differ(host, expected, f"{given.what} to {kind}")
+
+
+@needs_triton
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("nonfinite", ["raise", "saturate"])
+def test_quantize(scheme: str, nonfinite: str) -> None:
+    kernel = _kernel("torch.triton.quantize")
+    reason = kernel.why_not(_problem("quantize", scheme))
+    if reason is not None:
+        pytest.skip(reason)
+    for given in _inputs(scheme, tuple(conform._MAKERS)):
+        values = np.array(given.values)
+        if nonfinite == "saturate" and values.size > 3:
+            values.reshape(-1)[:3] = np.nan, np.inf, 1.0
+        with np.errstate(all="ignore"):
+            wanted = pq.quantize(values, given.scheme, table=given.table, nonfinite=nonfinite)
+        x = torch.from_numpy(values).to(DEVICE.partition(":")[2])
+        table = wanted.to(DEVICE).table
+        with np.errstate(all="ignore"):  # the interpreter's arithmetic is NumPy's
+            got = kernel.run(x, given.scheme, "minmax", table=table, nonfinite=nonfinite)
+        assert not conform._parts_differ(got, wanted), given.what
+
+
+@needs_triton
+def test_float32_is_the_sum_of_its_planes() -> None:
+    decode = import_module("polyquant.backends.torch.cuda.decode")
+    x = torch.randn(3, 70, generator=torch.Generator().manual_seed(1))
+    x = (x * torch.logspace(-20, 20, 70)).to(DEVICE.partition(":")[2])
+    x[0, 0], x[1, 1] = float("inf"), 3.4e38
+    with np.errstate(all="ignore"):
+        planes = decode.split_planes(x).float()
+    assert planes.shape == (9, 72)
+    high, middle, low = planes[:, :70].reshape(3, 3, 70).unbind(1)
+    assert torch.equal((low + middle) + high, x)
+    assert not planes[:, 70:].any()
+
+
+# -- products on a GPU ------------------------------------------------------------------------
+
+PRODUCTS = (
+    "q4s", "q4s/16:f32", "q4f/256:f16", "q8s", "int8", "fp8-row", "fp8-128x128", "mxfp4", "mxfp8",
+    "mxfp8-e5m2", "mxfp6-e3m2", "nvfp4", "nf4", "nf4-double", "ternary", "q2s/64:f16",
+    "q3s/64:f16", "q5s/32:bf16", "q6s/32:f16", "q7s/32:f16", "q1f/32:f16", "u4/32:f16-zero:u4",
+    "u8/row:f32-zero:u8", "u4/32:f16+bias:f16", "u4/32:f16-zero:f16", "u3/32:ue8m0-zero:bf16",
+    "q8s/row:f32@native",
+)  # fmt: skip
+
+
+def _operands(scheme: str, n: int, k: int) -> tuple[Any, Any]:
+    """A weight on the GPU, and its values as float64."""
+    made = as_scheme(scheme)
+    q = conform._input(made, (n, k), "normal", "float32").reference()
+    return q.to(DEVICE), torch.from_numpy(q.dequantize("float64")).cuda()
+
+
+def _error(y: Any, x: Any, values: Any) -> str:
+    kind = str(x.dtype).removeprefix("torch.")
+    host = pq.arrays.backend("torch").to_host(y)
+    return conform.product_error(host, x.double().cpu().numpy(), values.T.cpu().numpy(), kind, kind)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("scheme", PRODUCTS)
+def test_products_of_few_rows(scheme: str, kind: str) -> None:
+    torch.manual_seed(1)
+    for n, k in ((64, 512), (33, 96), (257, 1056), (1, 32)):
+        q, values = _operands(scheme, n, k)
+        for m in (1, 2, 5, 9, 33):
+            x = torch.randn(m, k, device="cuda").to(getattr(torch, kind))
+            try:
+                y = pq.matmul(x, q.mT, kernel="torch.nvrtc.mma")
+            except pq.errors.KernelRefused as refused:
+                assert refused.facts["reason"]
+                continue
+            assert not _error(y, x, values)
+            assert torch.equal(y, pq.matmul(x, q.mT, kernel="torch.nvrtc.mma"))
+
+
+@needs_gpu
+def test_every_number_of_rows() -> None:
+    torch.manual_seed(2)
+    q, values = _operands("q4s", 100, 352)
+    for m in range(71):
+        x = torch.randn(m, 352, device="cuda", dtype=torch.bfloat16)
+        y = pq.matmul(x, q.mT)
+        assert y.shape == (m, 100)
+        assert m == 0 or not _error(y, x, values)
+
+
+@needs_gpu
+@pytest.mark.parametrize("view", ["misaligned", "strided", "transposed", "broadcast", "vector"])
+def test_activations_of_any_layout(view: str) -> None:
+    torch.manual_seed(3)
+    q, values = _operands("q4s", 48, 70)
+    base = torch.randn(6, 141, device="cuda", dtype=torch.bfloat16)
+    x = {
+        "misaligned": base[1:, 1:71],
+        "strided": base[:, :140:2],
+        "transposed": base[:, :70].clone().mT.contiguous().mT,
+        "broadcast": base[:1, :70].expand(4, 70),
+        "vector": base[2, 3:73],
+    }[view]
+    lines = x if x.ndim == 2 else x[None]
+    y = pq.matmul(x, q.mT)
+    assert not _error(y if x.ndim == 2 else y[None], lines, values)
+
+
+@needs_gpu
+def test_in_a_graph_and_compiled() -> None:
+    torch.manual_seed(4)
+    q, values = _operands("nf4", 64, 128)
+    x = torch.randn(2, 128, device="cuda", dtype=torch.bfloat16)
+    expected = pq.matmul(x, q.mT)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = pq.matmul(x, q.mT)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert not _error(y, x, values)
+    assert not torch.equal(y, expected)
+    compiled = torch.compile(lambda a: pq.matmul(a, q.mT) + 1)
+    assert torch.allclose(compiled(x), y + 1)
+
+
+@needs_gpu
+def test_products_of_large_weights_are_made_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = import_module("polyquant.backends.torch.cuda.products")
+    monkeypatch.setattr(products, "MOST_BYTES", 20_000)
+    torch.manual_seed(5)
+    q, values = _operands("q8s/2x16:f16", 129, 160)
+    x = torch.randn(80, 160, device="cuda")
+    assert not _error(pq.matmul(x, q.mT, kernel="torch.triton.cublas"), x, values)
+    x = torch.randn(80, 129, device="cuda")
+    assert not _error(pq.matmul(x, q, kernel="torch.triton.cublas"), x, values.T)
