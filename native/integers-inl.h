@@ -81,11 +81,57 @@ inline void pack_steps(const Codes8& x, int64_t rows, const Weight8& w, const St
     }
 }
 
-template <int kRows, bool kZero>
+// One step against kRows rows of x. zeros: the units' zero points, where there are any.
+template <int kRows, bool kZero, class B>
+PQ_INLINE void dot8_at(const B& fields, int64_t step, const float* scales, const float* zeros,
+                       const Steps& x, F (&acc)[kRows]) {
+  const F s = lane_scales(scales + step * (kStep8 / kUnit));
+  I zero_points{};
+  if constexpr (kZero) zero_points = to_int(lane_scales(zeros + step * (kStep8 / kUnit)));
+#pragma GCC unroll 4
+  for (int m = 0; m < kRows; ++m) {
+    const int64_t at = m * x.steps + step;
+    I start = load_int(x.sums + at * kWidth);
+    if constexpr (kZero) start = mul_int(start, zero_points);
+    const F total = to_float(dot8_step(start, fields, x.codes + at * kStepBytes));
+    acc[m] = fma(mul(total, s), load(x.scales + at * kWidth), acc[m]);
+  }
+}
+
+// The steps that begin inside a line and may end beyond it.
+template <int kRows, bool kZero, class Bytes>
+__attribute__((noinline)) void dot8_rest(const Bytes& bytes, const uint8_t* p, int64_t line_codes,
+                                         int64_t step, const float* scales, const float* zeros,
+                                         const Steps& x, F (&acc)[kRows]) {
+  for (; step < x.steps; ++step)
+    dot8_at<kRows, kZero>(bytes.part(p + step * bytes.step, line_codes - step * bytes.step), step,
+                          scales, zeros, x, acc);
+}
+
+// A line: whole pairs of steps, with everything in registers, then the rest.
+template <int kRows, bool kZero, class Bytes>
+PQ_INLINE void dot8_line(const Bytes bytes, const uint8_t* p, int64_t line_codes,
+                         const float* scales, const float* zeros, const Steps x, F (&sums)[kRows]) {
+  const int64_t pairs = min64(line_codes / bytes.step, x.steps) / 2;
+  F even[kRows], odd[kRows];
+  for (auto& sum : even) sum = zero();
+  for (auto& sum : odd) sum = zero();
+  const uint8_t* at = p;
+  for (int64_t i = 0; i < pairs; ++i, at += 2 * bytes.step) {
+    prefetch(at + 1024);
+    dot8_at<kRows, kZero>(bytes(at), 2 * i, scales, zeros, x, even);
+    dot8_at<kRows, kZero>(bytes(at + bytes.step), 2 * i + 1, scales, zeros, x, odd);
+  }
+  for (int m = 0; m < kRows; ++m) sums[m] = add(even[m], odd[m]);
+  if (2 * pairs < x.steps)
+    dot8_rest<kRows, kZero>(bytes, p, line_codes, 2 * pairs, scales, zeros, x, sums);
+}
+
+template <int kRows, bool kZero, class Bytes>
 inline bool dot8_lines(const Weight& w, const Weight8& kind, const Steps& x, int64_t rows,
                        int64_t first_line, int64_t first, int64_t last, const Output& y) {
   [[maybe_unused]] const FlushSubnormals mode;
-  const Bytes8 bytes(kind);
+  const Bytes bytes(kind);
   const int64_t steps = x.steps, units = steps * (kStep8 / kUnit);
   const int64_t line_codes = (w.length * w.bits + 7) / 8;
   float* const scales = new float[static_cast<size_t>(3 * units + w.grid_length + 256)];
@@ -100,24 +146,8 @@ inline bool dot8_lines(const Weight& w, const Weight8& kind, const Steps& x, int
       unit_scales(by_zero, row, units, scratch, zeros);
     }
     F acc[kRows];
-    for (auto& sum : acc) sum = zero();
-    const uint8_t* p = w.data + line * w.line_bytes;
-    const uint8_t* const end = p + line_codes;
-    for (int64_t step = 0; step < steps; ++step, p += bytes.step) {
-      prefetch(p + 1024);
-      const auto fields = p + bytes.step <= end ? bytes(p) : bytes.part(p, end - p);
-      const F s = lane_scales(scales + step * (kStep8 / kUnit));
-      I zero_points{};
-      if constexpr (kZero) zero_points = to_int(lane_scales(zeros + step * (kStep8 / kUnit)));
-#pragma GCC unroll 4
-      for (int m = 0; m < kRows; ++m) {
-        const int64_t at = m * steps + step;
-        I start = load_int(x.sums + at * kWidth);
-        if constexpr (kZero) start = mul_int(start, zero_points);
-        const F total = to_float(dot8_step(start, fields, x.codes + at * kStepBytes));
-        acc[m] = fma(mul(total, s), load(x.scales + at * kWidth), acc[m]);
-      }
-    }
+    const uint8_t* const p = w.data + line * w.line_bytes;
+    dot8_line<kRows, kZero>(bytes, p, line_codes, scales, zeros, x, acc);
     for (int m = 0; m < kRows && m < rows; ++m)
       write_sum(y, m * y.row_stride + n, sum(acc[m]) * kind.factor);
   }
@@ -125,11 +155,26 @@ inline bool dot8_lines(const Weight& w, const Weight8& kind, const Steps& x, int
   return fine;
 }
 
+template <class Bytes>
+inline bool dot8_of(const Weight& w, const Weight8& kind, const Steps& x, int64_t rows,
+                    int64_t first_line, int64_t first, int64_t last, const Output& y) {
+  const auto by = [&](auto has_zero) PQ_INLINE_LAMBDA {
+    constexpr bool kZero = decltype(has_zero)::value;
+    if (rows == 1)
+      return dot8_lines<1, kZero, Bytes>(w, kind, x, rows, first_line, first, last, y);
+    if (rows == 2)
+      return dot8_lines<2, kZero, Bytes>(w, kind, x, rows, first_line, first, last, y);
+    return dot8_lines<4, kZero, Bytes>(w, kind, x, rows, first_line, first, last, y);
+  };
+  return kind.has_zero_point ? by(Constant<1>()) : by(Constant<0>());
+}
+
 inline bool dot8(const Weight& w, const Weight8& kind, const Steps& x, int64_t rows,
                  int64_t first_line, int64_t first, int64_t last, const Output& y) {
-  const auto run = kind.has_zero_point
-                       ? (rows == 1 ? dot8_lines<1, true> : rows == 2 ? dot8_lines<2, true> : dot8_lines<4, true>)
-                       : (rows == 1 ? dot8_lines<1, false> : rows == 2 ? dot8_lines<2, false> : dot8_lines<4, false>);
+  const auto run = kind.bits == 4 && kind.table ? dot8_of<Bytes8<4, true>>
+                   : kind.bits == 4             ? dot8_of<Bytes8<4, false>>
+                   : kind.bits == 8 && !kind.table ? dot8_of<Bytes8<8, false>>
+                                                : dot8_of<Bytes8<0, true>>;
   return run(w, kind, x, rows, first_line, first, last, y);
 }
 
@@ -225,7 +270,7 @@ inline bool panel8(const Weight& w, const Weight8& kind, const Codes8& x, const 
                    int64_t rows, int64_t first_line, int64_t first, int64_t last, float* scratch,
                    const Output& y) {
   [[maybe_unused]] const FlushSubnormals mode;
-  const Bytes8 bytes(kind);
+  const Bytes8<0, true> bytes(kind);
   const int64_t units = x.units, count = (rows + 31) / 32, stride = count * 32;
   constexpr int64_t kUnits = kPanelDepth8 / kUnit, kStride8 = kPanelDepth8 + 64;
   float* const sums = scratch;
