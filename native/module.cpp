@@ -77,11 +77,17 @@ void set_target(const std::string& name) {
   throw std::invalid_argument("this processor has no instruction set of that name");
 }
 
+constexpr int kMostThreads = 1024;
 std::atomic<int> num_threads{1};
 
 void set_num_threads(int count) {
-  if (count < 1) throw std::invalid_argument("at least one thread");
+  if (count < 1 || count > kMostThreads) throw std::invalid_argument("1 to 1024 threads");
   num_threads = count;
+}
+
+// Threads for so much work, where the caller asked for `threads` (0: no wish).
+int threads_for(int64_t work, int threads, int64_t least = 1 << 16) {
+  return work < least ? 1 : threads > 0 ? std::min(threads, kMostThreads) : num_threads.load();
 }
 
 // -- checks -----------------------------------------------------------------------------------
@@ -159,7 +165,10 @@ Weight geometry(const std::vector<int64_t>& shape, const std::vector<int64_t>& b
   w.lines = product_of(shape.data(), w.leading);
   w.length = shape.back();
   require(w.length >= 0 && w.length < (int64_t{1} << 40), "no such length");
-  for (size_t axis = 0; axis < shape.size(); ++axis) require(block[axis] >= 1, "an empty block");
+  product_of(shape.data(), w.leading + 1);  // all elements can be counted
+  for (size_t axis = 0; axis < shape.size(); ++axis)
+    require(block[axis] >= 1 && block[axis] <= std::max<int64_t>(1, shape[axis]),
+            "a block is empty, or longer than its axis");
   for (int axis = 0; axis < w.leading; ++axis) {
     w.extent[axis] = shape[axis];
     w.lead_block[axis] = block[axis];
@@ -167,6 +176,7 @@ Weight geometry(const std::vector<int64_t>& shape, const std::vector<int64_t>& b
   }
   w.block = block.back();
   w.grid_length = ceil_div(w.length, w.block);
+  w.grid_rows = product_of(w.grid_extent, w.leading);
   return w;
 }
 
@@ -205,7 +215,7 @@ class Matrix {
     w_ = geometry(shape, block);
     require(bits >= 1 && bits <= 8 && value_bits >= 1 && value_bits <= bits, "bits run from 1 to 8");
     require(kind >= 0 && kind <= 3 && offset_kind >= 0 && offset_kind <= 2, "unknown kind");
-    const int64_t grid_rows = product_of(w_.grid_extent, w_.leading);
+    const int64_t grid_rows = w_.grid_rows;
     w_.bits = bits;
     w_.value_bits = value_bits;
     w_.kind = static_cast<Kind>(kind);
@@ -233,6 +243,28 @@ class Matrix {
     const int64_t step = std::max<int64_t>(1, (1 << 16) / w_.length);
     parallel_for(ceil_div(w_.lines, step), threads_for(w_.lines * w_.length, threads), [&](int64_t i) {
       k.decode(w_, i * step, std::min(w_.lines, (i + 1) * step), y);
+    });
+  }
+
+  // The values of some lines: out[i] is line indices[i].
+  void take(const Array& indices, Writable out, int threads) const {
+    const int64_t count = static_cast<int64_t>(indices.size());
+    require(indices.dtype() == nb::dtype<int64_t>() && is_contiguous(indices), "indices are int64");
+    require(static_cast<int64_t>(out.size()) == count * w_.length && is_contiguous(Array(out)),
+            "the output must be contiguous, a line for every index");
+    const int64_t* at = static_cast<const int64_t*>(indices.data());
+    const Float type = float_of(out);
+    const uintptr_t to = reinterpret_cast<uintptr_t>(out.data());
+    for (int64_t i = 0; i < count; ++i) require(at[i] >= 0 && at[i] < w_.lines, "no such line");
+    nb::gil_scoped_release release;
+    const Kernels& k = *chosen;
+    const int64_t size = w_.length * (type == Float::kF32 ? 4 : 2);
+    const int64_t step = std::max<int64_t>(1, (1 << 14) / std::max<int64_t>(1, w_.length));
+    parallel_for(ceil_div(count, step), threads_for(count * w_.length, threads), [&](int64_t task) {
+      for (int64_t i = task * step; i < std::min(count, (task + 1) * step); ++i)
+        k.decode(w_, at[i], at[i] + 1,  // line at[i] of an output that begins so much earlier
+                 Output{reinterpret_cast<void*>(to + static_cast<uintptr_t>((i - at[i]) * size)),
+                        type, w_.length});
     });
   }
 
@@ -332,10 +364,6 @@ class Matrix {
     return fine;
   }
 
-  static int threads_for(int64_t work, int threads) {
-    return work < (1 << 16) ? 1 : threads > 0 ? threads : num_threads.load();
-  }
-
   void multiply(const Activations& a, const Output& y, bool along_k, int64_t first_line,
                 int64_t count, int threads) const {
     const Kernels& k = *chosen;
@@ -387,9 +415,10 @@ class Matrix {
                   int workers) const {
     constexpr int64_t kColumns = 512;
     const int64_t stride = ceil_div(a.columns, 16) * 16 + 16;
-    const Packed x{x_scratch.floats(a.rows * stride), stride};
-    parallel_for(ceil_div(a.rows, 16), workers, [&](int64_t i) {
-      k.pack_rows(a, i * 16, std::min(a.rows, i * 16 + 16), x);
+    const int64_t rows = std::max<int64_t>(a.rows, 4);
+    const Packed x{x_scratch.floats(rows * stride), stride};
+    parallel_for(ceil_div(rows, 16), workers, [&](int64_t i) {
+      k.pack_rows(a, i * 16, std::min(rows, i * 16 + 16), x);
     });
     const int64_t scratch = k.panel_depth * kColumns + a.rows * kColumns;
     parallel_for(ceil_div(w_.length, kColumns), workers, [&](int64_t i) {
@@ -436,18 +465,23 @@ class Matrix {
     }
   }
 
-  Grid grid(nb::handle part, int number, int64_t rows) const {
+  Grid grid(nb::handle part, int number, int64_t rows) {
     Grid made;
     if (nb::isinstance<Matrix>(part)) {
       made.number = Number::kNested;
-      made.nested = &nb::cast<const Matrix&>(part).w_;
+      const Matrix& inner = nb::cast<const Matrix&>(part);
+      made.nested = &inner.w_;
       require(made.nested->lines == rows && made.nested->length == w_.grid_length,
               "the scales do not fit the blocks");
+      depth_ = std::max(depth_, inner.depth_ + 1);
+      require(depth_ <= kMostLevels, "scales of scales of scales: too many levels");
       return made;
     }
     require(number >= 0 && number < static_cast<int>(Number::kNested), "unknown scale type");
     made.number = static_cast<Number>(number);
-    const Array array = nb::cast<Array>(part);
+    Array array;
+    require(nb::try_cast(part, array), "scales are an array or a Matrix");
+    kept_.push_back(array);
     const int bits = made.number == Number::kF32 ? 32 : made.number <= Number::kBF16 ? 16 : 8;
     require(array.dtype().bits == bits && is_contiguous(array) &&
                 static_cast<int64_t>(array.size()) == rows * w_.grid_length,
@@ -459,13 +493,16 @@ class Matrix {
   Weight w_;
   Array data_;
   std::optional<Array> table_, tensor_scale_;
-  nb::object scales_, offsets_;  // kept alive: the weight points into them
+  nb::object scales_, offsets_;  // kept alive, as these are: the weight points into them
+  std::vector<Array> kept_;
+  static constexpr int kMostLevels = 8;  // decoding nests as deep as its scales do
+  int depth_ = 0;
 };
 
 // -- quantizing -------------------------------------------------------------------------------
 
 int64_t grid_size(const Weight& w) {
-  return product_of(w.grid_extent, w.leading) * w.grid_length;
+  return w.grid_rows * w.grid_length;
 }
 
 Activations lines_of(const Array& x, const Weight& w) {
@@ -565,7 +602,7 @@ class Coder {
     e.saturates = saturates;
     const Kernels& k = *chosen;
     const int64_t step = std::max<int64_t>(1, (1 << 16) / w.length / 16 * 16);
-    const int workers = w.lines * w.length < (1 << 16) ? 1 : threads > 0 ? threads : num_threads.load();
+    const int workers = threads_for(w.lines * w.length, threads);
     parallel_for(ceil_div(w.lines, step), workers, [&](int64_t i) {
       task(k, e, i * step, std::min(w.lines, (i + 1) * step));
     });
@@ -593,7 +630,7 @@ void ranges(const Array& x, const std::vector<int64_t>& shape, const std::vector
   const int64_t inner = w.leading ? w.lines / w.extent[0] : 1;
   const int64_t band = w.leading ? w.lead_block[0] * inner : 1;
   const int64_t step = std::max<int64_t>(1, (1 << 16) / w.length / band) * band;
-  const int workers = w.lines * w.length < (1 << 16) ? 1 : threads > 0 ? threads : num_threads.load();
+  const int workers = threads_for(w.lines * w.length, threads);
   const Kernels& k = *chosen;
   parallel_for(ceil_div(w.lines, step), workers, [&](int64_t i) {
     k.ranges(w, a, saturates, i * step, std::min(w.lines, (i + 1) * step), lows, highs);
@@ -611,7 +648,7 @@ bool all_finite(const Array& x, int threads) {
   std::atomic<bool> finite{true};
   const Kernels& k = *chosen;
   const int64_t step = std::max<int64_t>(1, (1 << 17) / columns);
-  const int workers = rows * columns < (1 << 17) ? 1 : threads > 0 ? threads : num_threads.load();
+  const int workers = threads_for(rows * columns, threads, 1 << 17);
   parallel_for(ceil_div(rows, step), workers, [&](int64_t i) {
     if (finite && !k.all_finite(a, i * step, std::min(rows, (i + 1) * step))) finite = false;
   });
@@ -641,6 +678,7 @@ NB_MODULE(_native, m) {
            nb::arg("offset_kind"))
       .def("matmul_codes", &Matrix::matmul_codes, nb::arg("x"), nb::arg("bytes"), nb::arg("out"),
            nb::arg("threads"))
+      .def("take", &Matrix::take, nb::arg("indices"), nb::arg("out"), nb::arg("threads"))
       .def("decode", &Matrix::decode, nb::arg("out"), nb::arg("threads"))
       .def("matmul", &Matrix::matmul, nb::arg("x"), nb::arg("out"), nb::arg("along_k"),
            nb::arg("first_line"), nb::arg("count"), nb::arg("threads"));

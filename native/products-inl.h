@@ -234,6 +234,112 @@ inline void dot(const Weight& w, const Packed& x, int64_t rows, int64_t first_li
     dot_of<2, kDotRows>(w, x, rows, first_line, first, last, y);
 }
 
+// -- few rows, lines along n ------------------------------------------------------------------
+
+// Scales of up to kWidth blocks of one line, read without a loop where they may be read too far.
+PQ_INLINE void grid_few(const Weight& w, const Grid& grid, int64_t row, int64_t start,
+                        int64_t count, int64_t grid_size, float* out) {
+  const int64_t at = row * w.grid_length + start;
+  if (at + kWidth <= grid_size && count <= kWidth && !grid.tensor_scale) {
+    if (grid.number == Number::kF16) {
+      store(out, mul(from_f16(reinterpret_cast<const uint16_t*>(grid.data) + at), set1(1.0f)));
+      return;
+    }
+    if (grid.number == Number::kF32) {
+      store(out, mul(load(reinterpret_cast<const float*>(grid.data) + at), set1(1.0f)));
+      return;
+    }
+    if (grid.number == Number::kUE8M0) {
+      store(out, from_ue8m0(grid.data + at));
+      return;
+    }
+  }
+  grid_line(grid, w.grid_length, row, start, count, out);
+}
+
+// Columns [n, n + kVectors * kWidth) for kRows rows: the sums stay in registers over all lines.
+template <int kRows, int kVectors, class At>
+PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed& x, int64_t rows,
+                             int64_t first_line, int64_t depth, int64_t n, const Output& y) {
+  constexpr int64_t kColumns = kVectors * kWidth;
+  alignas(64) float scale[kColumns + 64], offset[kColumns + 64], values[kColumns + 64];
+  const int64_t g0 = n / w.block, blocks = (n + kColumns - 1) / w.block - g0 + 1;
+  const int64_t byte = n * w.bits / 8, bytes = kColumns * w.bits / 8;
+  const int64_t grid_size = w.grid_rows * w.grid_length;
+  F acc[kRows][kVectors];
+#pragma GCC unroll 4
+  for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) acc[m][v] = zero();
+  for (int64_t k = 0; k < depth; ++k) {
+    const int64_t line = first_line + k, row = w.leading == 1 ? line / w.lead_block[0] : w.grid_row(line);
+    const uint8_t* const p = w.data + line * w.line_bytes + byte;
+    for (int64_t i = 0; i < bytes; i += 64) prefetch(p + 16 * w.line_bytes + i);
+    F left[kRows];
+#pragma GCC unroll 4
+    for (int m = 0; m < kRows; ++m) left[m] = set1(x.data[m * x.stride + k]);
+    const bool walks = line * w.line_bytes + byte + bytes + kOverread <= static_cast<int64_t>(w.size_bytes) &&
+                       !has_zero(w.scale, w.grid_length, row, g0, blocks);
+    if (walks) {
+      grid_few(w, w.scale, row, g0, blocks, grid_size, scale);
+      if (w.offset_kind != OffsetKind::kNone) grid_few(w, w.offset, row, g0, blocks, grid_size, offset);
+      auto walker = walker_at(p, scale, offset);
+#pragma GCC unroll 4
+      for (int group = 0; group < kVectors / 4; ++group) {
+        walker.begin_group();
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+          const F v = walker.next(j);
+#pragma GCC unroll 4
+          for (int m = 0; m < kRows; ++m)
+            acc[m][group * 4 + j] = fma(v, left[m], acc[m][group * 4 + j]);
+        }
+      }
+    } else {
+      decode_segment(w, line, n, kColumns, values);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 4
+        for (int m = 0; m < kRows; ++m) acc[m][v] = fma(load(values + v * kWidth), left[m], acc[m][v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) store(values + v * kWidth, acc[m][v]);
+    if (m < rows) write_row(values, kColumns, y, m * y.row_stride + n);
+  }
+}
+
+template <int kRows, int kVectors>
+inline void columns_of(const Weight& w, const Packed& x, int64_t rows, int64_t first_line,
+                       int64_t depth, int64_t first, int64_t last, const Output& y) {
+  with_decoder(w, [&](const auto& fetch, const auto& number, auto is_common) PQ_INLINE_LAMBDA {
+    if constexpr (decltype(is_common)::value) {
+      for (int64_t n = first; n < last; n += kVectors * kWidth)
+        with_walker(w, fetch, number, n, [&](const auto& walker_at) PQ_INLINE_LAMBDA {
+          columns_chunk<kRows, kVectors>(w, walker_at, x, rows, first_line, depth, n, y);
+        });
+    }
+  });
+}
+
+// How many columns from `first` on `columns_few` takes for up to 4 rows: whole chunks.
+constexpr int kFewVectors = kWidth == 16 ? 16 : 8;
+
+// y[m, n] for columns of whole chunks, few rows and lines along n; returns where it stopped.
+inline int64_t columns_few(const Weight& w, const Packed& x, int64_t rows, int64_t first_line,
+                           int64_t depth, int64_t first, int64_t last, const Output& y) {
+  if (!is_fused(w) || rows > 4) return first;
+  const int64_t vectors = rows == 1 ? kFewVectors : kFewVectors / 4 < 4 ? 4 : kFewVectors / 4;
+  const int64_t whole = first + (last - first) / (vectors * kWidth) * (vectors * kWidth);
+  if (rows == 1)
+    columns_of<1, kFewVectors>(w, x, rows, first_line, depth, first, whole, y);
+  else
+    columns_of<4, 4>(w, x, rows, first_line, depth, first, whole, y);
+  return whole;
+}
+
 // -- many rows --------------------------------------------------------------------------------
 
 // c[r, :] += sum over k of a[r, k] * b[k, :], for kRows rows and kVectors vectors.
@@ -311,6 +417,7 @@ inline void panel_columns(const Weight& w, const Packed& x, int64_t rows, int64_
                           int64_t depth, int64_t first, int64_t last, float* scratch,
                           const Output& y) {
   [[maybe_unused]] const FlushSubnormals mode;
+  first = columns_few(w, x, rows, first_line, depth, first, last, y);
   float* const sums = scratch + kPanelDepth * kChunk;
   constexpr int64_t kLinesAtOnce = 8;
   alignas(64) float values[kLinesAtOnce * kChunk + 64];

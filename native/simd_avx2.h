@@ -274,7 +274,8 @@ inline I load_int(const int32_t* p) { return _mm256_loadu_si256((const I*)p); }
 inline I mul_int(I a, I b) { return _mm256_mullo_epi32(a, b); }
 inline F to_float(I v) { return _mm256_cvtepi32_ps(v); }
 
-// 32 codes as unsigned bytes.
+// 32 codes as unsigned bytes; kBits 0 is any width but 4 known later, kTable whether there may be one.
+template <int kBits, bool kTable>
 struct Bytes8 {
   I mask, flip, table;
   int bits;
@@ -286,17 +287,17 @@ struct Bytes8 {
         table(_mm256_setzero_si256()),
         bits(kind.bits),
         has_table(kind.table != nullptr),
-        step(4 * kind.bits) {
+        step(4 * (kBits ? kBits : kind.bits)) {
     if (has_table)
       table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kind.table));
   }
   I mapped(I raw) const {
     const I codes = _mm256_xor_si256(_mm256_and_si256(raw, mask), flip);
-    return has_table ? _mm256_shuffle_epi8(table, codes) : codes;
+    return kTable && has_table ? _mm256_shuffle_epi8(table, codes) : codes;
   }
   I operator()(const uint8_t* p) const {
-    if (bits == 8) return mapped(_mm256_loadu_si256((const I*)p));
-    if (bits == 4) {
+    if ((kBits ? kBits : bits) == 8) return mapped(_mm256_loadu_si256((const I*)p));
+    if ((kBits ? kBits : bits) == 4) {
       const __m128i both = _mm_loadu_si128((const __m128i*)p), high = _mm_srli_epi16(both, 4);
       return mapped(_mm256_set_m128i(_mm_unpackhi_epi8(both, high), _mm_unpacklo_epi8(both, high)));
     }

@@ -262,7 +262,8 @@ struct FieldStarts {  // for every width, where the 8 fields of a word begin
 inline constexpr WordBytes kWordBytes;
 inline constexpr FieldStarts kFieldStarts;
 
-// 64 codes as unsigned bytes.
+// 64 codes as unsigned bytes; kBits 0 is any width but 4 known later, kTable whether there may be one.
+template <int kBits, bool kTable>
 struct Bytes8 {
   I words, starts, mask, flip, table;
   int bits;
@@ -275,24 +276,26 @@ struct Bytes8 {
         flip(_mm512_set1_epi8((char)kind.flip)),
         table(),
         bits(kind.bits),
-        has_table(kind.table != nullptr),
-        step(8 * kind.bits) {
+        has_table(kTable && kind.table != nullptr),
+        step(8 * (kBits ? kBits : kind.bits)) {
     if (has_table)
       table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)kind.table));
   }
   I fields(I raw) const {
-    if (bits < 8) raw = _mm512_multishift_epi64_epi8(starts, _mm512_permutexvar_epi8(words, raw));
-    // (raw & mask) ^ flip
-    const I codes = _mm512_ternarylogic_epi64(raw, mask, flip, 0x6a);
-    return has_table ? _mm512_shuffle_epi8(table, codes) : codes;
+    if (width() < 8)
+      raw = _mm512_multishift_epi64_epi8(starts, _mm512_permutexvar_epi8(words, raw));
+    const I codes = _mm512_ternarylogic_epi64(raw, mask, flip, 0x6a);  // (raw & mask) ^ flip
+    return kTable && has_table ? _mm512_shuffle_epi8(table, codes) : codes;
   }
+  int width() const { return kBits ? kBits : bits; }
   I operator()(const uint8_t* p) const {
-    if (bits == 8) return fields(_mm512_loadu_si512(p));
-    if (bits == 4) return fields(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p)));
+    if (width() == 8) return fields(_mm512_loadu_si512(p));
+    if (width() == 4) return fields(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p)));
     return fields(_mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, (unsigned)step), p));
   }
   I part(const uint8_t* p, int64_t left) const {
-    return fields(_mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, (unsigned)(left > 0 ? left : 0)), p));
+    const int64_t bytes = left < 0 ? 0 : left < step ? left : step;
+    return fields(_mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, (unsigned)bytes), p));
   }
 };
 

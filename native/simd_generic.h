@@ -229,6 +229,7 @@ inline F to_float(const I& v) { return each<F>([&](int i) { return static_cast<f
 struct Fields32 {
   uint8_t at[32];
 };
+template <int kBits, bool kTable>
 struct Bytes8 {  // 32 codes as unsigned bytes
   Weight8 kind;
   int64_t step;

@@ -54,6 +54,7 @@ struct Weight {
   OffsetKind offset_kind = OffsetKind::kNone;
   int64_t block = 1;             // along the line
   int64_t grid_length = 1;       // blocks of a line
+  int64_t grid_rows = 1;
   int leading = 0;               // axes before the line
   int64_t extent[kMaxRank] = {}, lead_block[kMaxRank] = {}, grid_extent[kMaxRank] = {};
 
@@ -145,7 +146,7 @@ struct Kernels {
   // y[m, n] for lines along k; x in panels of `columns`.
   void (*panel_rows)(const Weight&, const Packed&, int64_t rows, int columns, int64_t first_line,
                      int64_t first, int64_t last, float* scratch, const Output&);
-  // y[m, n] for `depth` lines along n; x in rows.
+  // y[m, n] for `depth` lines along n; x in rows (zeros to 4 where there are fewer).
   void (*panel_columns_of)(const Weight&, const Packed&, int64_t rows, int64_t first_line,
                            int64_t depth, int64_t first, int64_t last, float* scratch,
                            const Output&);

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from polyquant.arrays import Array, find_backend
+from polyquant.arrays import Array, dtype_name, find_backend
 from polyquant.backends.native.compiled import compiled
 from polyquant.qtensor import QTensor
 from polyquant.scheme import OffsetKind, QuantScheme
@@ -118,7 +118,11 @@ def plain(array: Array) -> Any:
         return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
     if getattr(array, "requires_grad", False):
         array = array.detach()
-    return array.resolve_neg() if getattr(array, "is_neg", bool)() else array
+    if getattr(array, "is_neg", bool)():
+        array = array.resolve_neg()
+    if hasattr(array, "numpy") and dtype_name(array) != "bfloat16":
+        return array.numpy()  # the same memory, and taken in a seventh of the time
+    return array
 
 
 def plain_input(x: Array) -> Any:
