@@ -246,28 +246,6 @@ class Matrix {
     });
   }
 
-  // The values of some lines: out[i] is line indices[i].
-  void take(const Array& indices, Writable out, int threads) const {
-    const int64_t count = static_cast<int64_t>(indices.size());
-    require(indices.dtype() == nb::dtype<int64_t>() && is_contiguous(indices), "indices are int64");
-    require(static_cast<int64_t>(out.size()) == count * w_.length && is_contiguous(Array(out)),
-            "the output must be contiguous, a line for every index");
-    const int64_t* at = static_cast<const int64_t*>(indices.data());
-    const Float type = float_of(out);
-    const uintptr_t to = reinterpret_cast<uintptr_t>(out.data());
-    for (int64_t i = 0; i < count; ++i) require(at[i] >= 0 && at[i] < w_.lines, "no such line");
-    nb::gil_scoped_release release;
-    const Kernels& k = *chosen;
-    const int64_t size = w_.length * (type == Float::kF32 ? 4 : 2);
-    const int64_t step = std::max<int64_t>(1, (1 << 14) / std::max<int64_t>(1, w_.length));
-    parallel_for(ceil_div(count, step), threads_for(count * w_.length, threads), [&](int64_t task) {
-      for (int64_t i = task * step; i < std::min(count, (task + 1) * step); ++i)
-        k.decode(w_, at[i], at[i] + 1,  // line at[i] of an output that begins so much earlier
-                 Output{reinterpret_cast<void*>(to + static_cast<uintptr_t>((i - at[i]) * size)),
-                        type, w_.length});
-    });
-  }
-
   // out (m, n) = x (m, k) @ the lines [first, first + count): along k, or along n.
   void matmul(const Array& x, const Writable& out, bool along_k, int64_t first_line, int64_t count,
               int threads) const {
@@ -678,7 +656,6 @@ NB_MODULE(_native, m) {
            nb::arg("offset_kind"))
       .def("matmul_codes", &Matrix::matmul_codes, nb::arg("x"), nb::arg("bytes"), nb::arg("out"),
            nb::arg("threads"))
-      .def("take", &Matrix::take, nb::arg("indices"), nb::arg("out"), nb::arg("threads"))
       .def("decode", &Matrix::decode, nb::arg("out"), nb::arg("threads"))
       .def("matmul", &Matrix::matmul, nb::arg("x"), nb::arg("out"), nb::arg("along_k"),
            nb::arg("first_line"), nb::arg("count"), nb::arg("threads"));
