@@ -221,9 +221,9 @@ class Matrix {
     w_.kind = static_cast<Kind>(kind);
     w_.is_signed = is_signed;
     w_.offset_kind = static_cast<OffsetKind>(offset_kind);
-    if (!w_.lines || !w_.length) return;  // nothing is read
-    set_data();
     set_table(minifloat);
+    if (!w_.lines || !w_.length) return;  // nothing else is read
+    set_data();
     w_.scale = grid(scales_, scale_number, grid_rows);
     if (w_.offset_kind != OffsetKind::kNone) w_.offset = grid(offsets_, offset_number, grid_rows);
     if (tensor_scale_) {
