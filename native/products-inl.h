@@ -236,53 +236,59 @@ inline void dot(const Weight& w, const Packed& x, int64_t rows, int64_t first_li
 
 // -- few rows, lines along n ------------------------------------------------------------------
 
-// Scales of up to kWidth blocks of one line, read without a loop where they may be read too far.
-PQ_INLINE void grid_few(const Weight& w, const Grid& grid, int64_t row, int64_t start,
-                        int64_t count, int64_t grid_size, float* out) {
-  const int64_t at = row * w.grid_length + start;
-  if (at + kWidth <= grid_size && count <= kWidth && !grid.tensor_scale) {
-    if (grid.number == Number::kF16) {
-      store(out, mul(from_f16(reinterpret_cast<const uint16_t*>(grid.data) + at), set1(1.0f)));
-      return;
-    }
-    if (grid.number == Number::kF32) {
-      store(out, mul(load(reinterpret_cast<const float*>(grid.data) + at), set1(1.0f)));
-      return;
-    }
-    if (grid.number == Number::kUE8M0) {
-      store(out, from_ue8m0(grid.data + at));
-      return;
-    }
+// Scales of the same few blocks of line after line, read without a loop where they are plain.
+struct FewScales {
+  const Weight& w;
+  const Grid& grid;
+  int64_t start, count, safe_rows;  // rows whose vector lies inside the grid
+  bool is_half, is_float;
+  PQ_INLINE FewScales(const Weight& w, const Grid& grid, int64_t start, int64_t count)
+      : w(w), grid(grid), start(start), count(count) {
+    const bool few = count <= kWidth && !grid.tensor_scale;
+    is_half = few && grid.number == Number::kF16;
+    is_float = few && grid.number == Number::kF32;
+    safe_rows = (w.grid_rows * w.grid_length - start - kWidth) / w.grid_length;
   }
-  grid_line(grid, w.grid_length, row, start, count, out);
-}
+  PQ_INLINE void operator()(int64_t row, float* out) const {
+    const int64_t at = row * w.grid_length + start;
+    if (is_half && row < safe_rows)
+      store(out, mul(from_f16(reinterpret_cast<const uint16_t*>(grid.data) + at), set1(1.0f)));
+    else if (is_float && row < safe_rows)
+      store(out, mul(load(reinterpret_cast<const float*>(grid.data) + at), set1(1.0f)));
+    else
+      grid_line(grid, w.grid_length, row, start, count, out);
+  }
+};
 
 // Columns [n, n + kVectors * kWidth) for kRows rows: the sums stay in registers over all lines.
 template <int kRows, int kVectors, class At>
-PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed& x, int64_t rows,
+PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed x, int64_t rows,
                              int64_t first_line, int64_t depth, int64_t n, const Output& y) {
   constexpr int64_t kColumns = kVectors * kWidth;
   alignas(64) float scale[kColumns + 64], offset[kColumns + 64], values[kColumns + 64];
   const int64_t g0 = n / w.block, blocks = (n + kColumns - 1) / w.block - g0 + 1;
-  const int64_t byte = n * w.bits / 8, bytes = kColumns * w.bits / 8;
-  const int64_t grid_size = w.grid_rows * w.grid_length;
+  const int64_t bytes = kColumns * w.bits / 8, line_bytes = w.line_bytes;
+  const bool has_offset = w.offset_kind != OffsetKind::kNone;
+  const bool may_be_tiny = w.scale.number == Number::kUE8M0;
+  const bool own_rows = w.leading == 1 && w.lead_block[0] == 1;
+  const FewScales scales(w, w.scale, g0, blocks), offsets(w, w.offset, g0, blocks);
+  const uint8_t* p = w.data + first_line * line_bytes + n * w.bits / 8;
+  const uint8_t* const last_safe = w.data + w.size_bytes - bytes - kOverread;
   F acc[kRows][kVectors];
 #pragma GCC unroll 4
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) acc[m][v] = zero();
-  for (int64_t k = 0; k < depth; ++k) {
-    const int64_t line = first_line + k, row = w.leading == 1 ? line / w.lead_block[0] : w.grid_row(line);
-    const uint8_t* const p = w.data + line * w.line_bytes + byte;
-    for (int64_t i = 0; i < bytes; i += 64) prefetch(p + 16 * w.line_bytes + i);
+  for (int64_t k = 0; k < depth; ++k, p += line_bytes) {
+    const int64_t line = first_line + k, row = own_rows ? line : w.grid_row(line);
+    prefetch(p + 16 * line_bytes);
+    if constexpr (kColumns > 128) prefetch(p + 16 * line_bytes + 64);
     F left[kRows];
 #pragma GCC unroll 4
     for (int m = 0; m < kRows; ++m) left[m] = set1(x.data[m * x.stride + k]);
-    const bool walks = line * w.line_bytes + byte + bytes + kOverread <= static_cast<int64_t>(w.size_bytes) &&
-                       !has_zero(w.scale, w.grid_length, row, g0, blocks);
-    if (walks) {
-      grid_few(w, w.scale, row, g0, blocks, grid_size, scale);
-      if (w.offset_kind != OffsetKind::kNone) grid_few(w, w.offset, row, g0, blocks, grid_size, offset);
+    if (p <= last_safe && !(may_be_tiny && has_zero(w.scale, w.grid_length, row, g0, blocks))) {
+      scales(row, scale);
+      if (has_offset) offsets(row, offset);
       auto walker = walker_at(p, scale, offset);
 #pragma GCC unroll 4
       for (int group = 0; group < kVectors / 4; ++group) {
