@@ -98,15 +98,15 @@ def values(q: pq.QTensor, kind: Any = None) -> np.ndarray[Any, Any]:
 ROUNDOFF = {np.dtype(np.float32): 2.0**-24, np.dtype(np.float16): 2.0**-11}
 
 
-def check_product(y: Any, x: Any, q: pq.QTensor, where: str = "") -> None:
-    """``y = x @ q`` within a fifth of the contract's bound, and one rounding of the result."""
+def check_product(y: Any, x: Any, q: pq.QTensor, where: str = "", part: float = 0.2) -> None:
+    """``y = x @ q`` within a part of the contract's bound, and one rounding of the result."""
     a, b = np.asarray(x).astype(np.float64), values(q).astype(np.float64)
     wanted = np.matmul(a, b)
     y = np.asarray(y)
     assert y.shape == wanted.shape, where
     k = a.shape[-1]
     roundoff = ROUNDOFF.get(y.dtype, 2.0**-8)
-    bound = 1.6 * np.sqrt(k) * 2.0**-24 * np.matmul(np.abs(a), np.abs(b))
+    bound = 8 * part * np.sqrt(k) * 2.0**-24 * np.matmul(np.abs(a), np.abs(b))
     bound += roundoff * np.abs(wanted) + (2.0**-24 if y.dtype == np.float16 else 2.0**-126)
     error = np.abs(y.astype(np.float64) - wanted)
     assert (error <= bound).all(), f"{where}: {np.max(error / bound):.3g} times the bound"

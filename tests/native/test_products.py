@@ -10,7 +10,17 @@ import pytest
 
 import polyquant as pq
 from devices import needs
-from native_cases import BFLOAT16, FEW, SCHEMES, check_product, floats, quantized, weight
+from native_cases import (
+    BFLOAT16,
+    FEW,
+    SCHEMES,
+    check_product,
+    floats,
+    nasty_weight,
+    quantized,
+    values,
+    weight,
+)
 from polyquant.backends.native import products
 from polyquant.backends.native.compiled import compiled
 from polyquant.backends.native.weights import matrix_of, plain
@@ -122,6 +132,46 @@ def test_a_quantized_left_operand(target: str) -> None:
 def test_both_quantized(target: str) -> None:
     left, right = weight("q8s-32", (7, 70)), weight("nf4", (70, 33))
     check_product(pq.matmul(left, right, kernel=KERNEL), left.dequantize(), right)
+
+
+# -- products of integer codes ----------------------------------------------------------------
+
+OF_CODES = 0.5  # of the bound: the values of both operands are rounded besides
+LEFT = ("q8s/32:f32", "q8f-row", "q8s/64:f16", "q4s", "q3s/96:f32", "q8s-tensor", "q4s@native")
+RIGHT = (
+    *("q4s", "nf4", "mxfp4", "iq4_nl", "q8s-32", "q2s-32", "q3s/32:f16", "u4/64:f16-zero:u4"),
+    *("q5s/*:f32", "q6s/64:bf16", "ternary", "u2/32:f16-zero:u2", "q4s-tensor", "q8s/96:f32"),
+)
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_products_of_codes(target: str, text: str) -> None:
+    for left, m in product(LEFT, (1, 2, 3, 4, 5, 17, 40)):
+        for n, k in ((37, 96), (5, 65), (100, 300), (1, 1)):
+            a, q = weight(left, (m, k)), weight(text, (n, k)).mT
+            check_product(pq.matmul(a, q), values(a), q, f"{left} {text} {(m, n, k)}", OF_CODES)
+
+
+@pytest.mark.parametrize("text", ["q4s", "q8s-32", "iq4_nl", "u4/64:f16-zero:u4"])
+def test_products_of_codes_of_every_extent(target: str, text: str) -> None:
+    for extent in range(1, 71):
+        for m, n, k in ((extent, 9, 64), (3, extent, 64), (3, 9, extent), (20, 9, extent)):
+            a, q = weight("q8s-32", (m, k)), weight(text, (n, k)).mT
+            check_product(pq.matmul(a, q), values(a), q, f"{text} {(m, n, k)}", OF_CODES)
+
+
+def test_codes_with_scales_of_every_size(target: str) -> None:
+    """Scales that are huge, zero or 2^-127 are left to float32."""
+    for left, right in product(("q8s/32:f16", "q8s/32:ue8m0"), ("q4s", "q4s/32:ue8m0", "q8s-32")):
+        for m in (1, 4, 20):
+            a, q = nasty_weight(left, (m, 130)), nasty_weight(right, (19, 130)).mT
+            if right != "q4s/32:ue8m0" and left != "q8s/32:ue8m0":
+                check_product(pq.matmul(a, q), values(a), q, f"{left} {right} {m}", OF_CODES)
+                continue
+            with np.errstate(all="ignore"):
+                y, wanted = pq.matmul(a, q), values(a).astype(np.float64) @ values(q)
+            fits = np.abs(values(a).astype(np.float64)) @ np.abs(values(q)) < 1e38
+            assert np.isfinite(y[fits]).all() and np.isfinite(wanted[fits]).all()
 
 
 # -- activations ------------------------------------------------------------------------------
