@@ -129,7 +129,8 @@ def _device_info(device: str) -> DeviceInfo:
     fast = [name for name in running if "definition" not in name]
     if not fast:
         note = "usable, with the definition alone: every scheme and op, no fast kernels"
-        return DeviceInfo(device, True, note)
+        why = "; ".join(reason for name, reason in sample.reasons if "transforms" not in name)
+        return DeviceInfo(device, True, f"{note} ({why})" if why else note)
     return DeviceInfo(device, True, f"usable, with {', '.join(fast)} and the definition")
 
 
