@@ -1,4 +1,4 @@
-"""Calls the private compiled module with nonsense: it must raise, never crash. A program of its own.
+"""Calls the private compiled module with nonsense: it must raise, never crash. A program.
 
     python tests/native_nonsense.py SEED CALLS
 
@@ -43,10 +43,9 @@ def lists() -> list[Any]:
 def arrays() -> list[Any]:
     kinds = ("u1", "i1", "u2", "f2", "f4", "f8", "i4", "i8", ">f4", ">u2", "?", "c8", "O", "U3")
     kind = random.choice(kinds)
-    shape = random.choice(
-        [(), (0,), (1,), (LENGTH,), (LINES, LENGTH), (LINES, LENGTH // 2), (LINES, LENGTH // BLOCK)]
-        + [(LENGTH, LINES), (3, LENGTH), (LINES, 0), (LINES - 1, LENGTH // 2), (2, 3, 4), (1,) * 9]
-    )
+    shapes = [(), (0,), (1,), (LENGTH,), (LINES, 0), (2, 3, 4), (1,) * 9, (3, LENGTH)]
+    sides = (LENGTH, LENGTH - 1, LENGTH // 2, LENGTH // BLOCK, LINES)
+    shape = random.choice([*shapes, *((LINES, side) for side in sides), (LENGTH, LINES)])
     made, plain = np.zeros(shape, kind), np.zeros(shape, "f4")
     found = [made, plain, plain[..., ::-1] if plain.ndim else plain]
     found += [np.ones(shape, "u1"), made.T, np.asfortranarray(made)]
@@ -191,6 +190,8 @@ def one() -> Any:
         given |= {"along_k": along_k, "first_line": 0, "count": LINES}
         call(matrix().matmul, given | threads)
     elif which == 4:
+        indices = np.arange(-1, LINES, 3)[random.randrange(2) :]
+        call(matrix().take, {"indices": indices, "out": array("f4", LINES // 3, LENGTH)} | threads)
         call(matrix().decode, {"out": array("f4", LINES, LENGTH)} | threads)
     elif which == 5:
         x, out = matrix(), array("f4", LINES, LINES)
@@ -234,7 +235,7 @@ def main(seed: int, calls: int) -> None:
             made()
         except REFUSALS as error:
             refused[type(error).__name__] += 1
-    print(f"{calls} calls, {sum(refused.values())} refused: {dict(refused)}")
+    sys.stdout.write(f"{calls} calls, {sum(refused.values())} refused: {dict(refused)}\n")
 
 
 if __name__ == "__main__":
