@@ -103,9 +103,24 @@ def _range(values: list[Any], s: pq.QuantScheme) -> tuple[Any, Any]:
         alpha = max((abs(v) for v in values), default=F(0))
         return -alpha, alpha
     low, high = min(values, default=F(0)), max(values, default=F(0))
+    if _subtracts(s):
+        low = min(low, F(0))
     if s.offset.kind == "zero_point":
         low, high = min(low, F(0)), max(high, F(0))
     return low, high
+
+
+def _subtracts(s: pq.QuantScheme) -> bool:
+    """A bias of unsigned codes under a float scale is a minimum, which is subtracted."""
+    if (
+        s.offset is None
+        or s.offset.kind != "bias"
+        or not isinstance(s.offset.dtype, pq.QuantScheme)
+    ):
+        return False
+    inner = s.offset.dtype
+    is_plain = inner.mode == "symmetric" and inner.tensor_scale is None and inner.is_plain
+    return is_plain and str(inner.value)[0] == "u" and inner.scale in ("f32", "f16", "bf16")
 
 
 def _ideal(low: Any, high: Any, s: pq.QuantScheme, table: Any) -> Any:
@@ -167,7 +182,7 @@ def _scales(ideal: list[Any], s: pq.QuantScheme, grid: Any) -> tuple[Any, Any, l
         tensor_scale = F(min(max(max(ideal, default=F(0)) / F(top), F(TINY)), F(F32_MAX)))
         by = tensor_scale
         if s.role == "divisor":
-            tensor_scale = F(1) / tensor_scale
+            tensor_scale = F(1) / min(tensor_scale, F(1 / TINY))
             by = flush(F(1) / tensor_scale)
         elif s.role == "absmax":
             tensor_scale = flush(tensor_scale * F(_half(s) * top))
@@ -193,7 +208,7 @@ def _divisors(ideal: list[Any], s: pq.QuantScheme, grid: Any) -> tuple[Any, None
     """Stored reciprocals of one level, to nearest."""
     narrow = np.float32 if s.scale == "f32" else NARROW[str(s.scale)]
     top = float(ml_dtypes.finfo(narrow).max)
-    wide = [F(1) / max(v, F(TINY)) for v in ideal]
+    wide = [F(1) / min(max(v, F(TINY)), F(1 / TINY)) for v in ideal]
     stored = np.clip(np.asarray(wide, np.float32), -top, top).astype(narrow)
     numbers = [flush(F(1) / flush(v)) for v in stored.astype(np.float32)]
     return stored.reshape(grid), None, numbers
@@ -217,6 +232,10 @@ def _offsets(
         pairs = zip(lows, divisors, strict=True)
         ideal = [flush(low - flush(F(float(d) * float(least)))) for low, d in pairs]
     ideal = [F(0) if v == 0 else v for v in ideal]  # of 0 and -0 the minimum may be either
+    if _subtracts(s):
+        inner = _quantize(np.asarray([-v for v in ideal], np.float32).reshape(grid), dtype, None)
+        inner = inner._replace(scales=-inner.scales)
+        return inner, [flush(-v) for v in inner.values.reshape(-1)]
     if isinstance(dtype, pq.QuantScheme):
         inner = _quantize(np.asarray(ideal, np.float32).reshape(grid), dtype, None)
         return inner, [flush(v) for v in inner.values.reshape(-1)]

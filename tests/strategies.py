@@ -76,6 +76,12 @@ def offsets(draw: st.DrawFn) -> Any:
     if kind == "zero_point" and draw(st.booleans()):
         return f"zero_point:u{draw(st.integers(1, 8))}"
     if kind == "bias" and draw(st.integers(0, 4)) == 0:
+        if draw(st.booleans()):
+            block, scale = draw(st.sampled_from((2, 8, -1))), draw(st.sampled_from(FLOAT_SCALES))
+            return (
+                "bias",
+                pq.QuantScheme(draw(st.sampled_from(("u4", "u6"))), block=block, scale=scale),
+            )
         return ("bias", draw(grid_schemes(signed=True)))
     return f"{kind}:{draw(st.sampled_from(FLOAT_SCALES))}"
 

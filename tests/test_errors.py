@@ -54,6 +54,7 @@ SLUGS = [
     "no-kernel",
     "non-finite-input",
     "not-an-array",
+    "not-exact",
     "not-float",
     "nothing-matches",
     "scale-argument",
@@ -542,7 +543,7 @@ def test_the_text_of_operands_on_two_devices() -> None:
 
 
 def test_a_bias_that_cannot_be_negative_refuses_negative_values() -> None:
-    for scheme in ("u4/32:f16+bias:(u8/32:f16)", "u4/32:f16+bias:(u4/16:f32)"):
+    for scheme in ("u4/32:f16+bias:(u8/32:ue4m3)", "u4/32:f16+bias:(u8[dynamic8u]/8:f32)"):
         with pytest.raises(pq.errors.NegativeInput) as caught:
             pq.quantize(X, scheme)
         assert "e.g. 'u4/32:f16+bias:f16'" in str(caught.value)

@@ -1,10 +1,10 @@
-"""Arithmetic that is the same under every compiler, and what the role of a stored scale means."""
+"""Arithmetic that is the same under every compiler, and what stored scales and offsets mean."""
 
 from __future__ import annotations
 
 from polyquant.arrays import Array, namespace
 from polyquant.scheme import QuantScheme
-from polyquant.values import TINY, ScaleDtype, ScaleRole
+from polyquant.values import TINY, OffsetKind, QuantMode, ScaleDtype, ScaleRole
 
 
 def flush(x: Array) -> Array:
@@ -29,8 +29,8 @@ def as_role(scale: Array, scheme: QuantScheme) -> Array:
     if scheme.role is ScaleRole.ABSMAX:
         return flush(scale * reach(scheme))
     xp = namespace(scale)
-    least = xp.where(scale < TINY, TINY * xp.ones_like(scale), scale)  # a block of zeros
-    return divide(xp.ones_like(scale), least)
+    # A block of zeros has a scale of 0; and a reciprocal below the normal numbers would be 0.
+    return divide(xp.ones_like(scale), xp.clip(scale, TINY, 1.0 / TINY))
 
 
 def multiplier(tensor_scale: Array, scheme: QuantScheme) -> Array:
@@ -46,3 +46,21 @@ def reach(scheme: QuantScheme) -> float:
     """The largest number that codes, times block scales where there are two levels, reach."""
     two = scheme.tensor_scale is not None and isinstance(scheme.scale, ScaleDtype)
     return scheme.value.half_range * (ScaleDtype(str(scheme.scale)).max if two else 1.0)
+
+
+def subtracts(scheme: QuantScheme) -> bool:
+    """Whether its biases are unsigned codes under negative scales: minimums that are subtracted.
+
+    So are those of ggml's k-quants. They can be 0 at most.
+    """
+    if scheme.offset is None or scheme.offset.kind is not OffsetKind.BIAS:
+        return False
+    stored = scheme.offset.dtype
+    return (
+        isinstance(stored, QuantScheme)
+        and stored.mode is QuantMode.SYMMETRIC
+        and not stored.value.is_signed
+        and stored.scale in (ScaleDtype.F32, ScaleDtype.F16, ScaleDtype.BF16)
+        and stored.tensor_scale is None
+        and stored.role is ScaleRole.MULTIPLIER
+    )

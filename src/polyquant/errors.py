@@ -413,6 +413,12 @@ class InvalidHeader(PolyquantError, ValueError):
     message = "The header of {path} is not valid: {reason}. Fetch or write the file again."
 
 
+class NotExact(PolyquantError, ValueError):
+    """A conversion that would lose something without being asked to."""
+
+    message = "{count} of {total} tensors cannot be in {target} exactly ({examples}). {fix}."
+
+
 class ChecksumMismatch(PolyquantError, ValueError):
     """A tensor whose bytes are not those that were written."""
 

@@ -110,7 +110,7 @@ def _holds_negatives(scheme: QuantScheme, table: Array | None) -> bool:
         return scheme.value.is_signed
     kind, stored = scheme.offset
     if kind is OffsetKind.BIAS and isinstance(stored, QuantScheme):
-        return _holds_negatives(stored, None)
+        return standard.subtracts(scheme) or _holds_negatives(stored, None)
     return True
 
 
@@ -275,8 +275,9 @@ def _offsets_argument(x: Array, scheme: QuantScheme, given: Any) -> Array:
     stored = None if scheme.offset is None else scheme.offset.dtype
     xp = namespace(numbers)
     if isinstance(stored, QuantScheme):
-        check_signs(numbers, stored, None, backend_of(numbers))
-        return standard.quantize_grid(numbers, stored)
+        kept = -numbers if standard.subtracts(scheme) else numbers
+        check_signs(kept, stored, None, backend_of(numbers))
+        return standard.quantize_offsets(numbers, scheme, stored)
     if isinstance(stored, QuantValue):
         top = min(2**stored.bits, 2**scheme.bits) - 1
         good = (numbers == xp.round(numbers)) & (numbers >= 0) & (numbers <= top)

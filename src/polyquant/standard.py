@@ -24,6 +24,7 @@ from polyquant.arithmetic import divide as divide
 from polyquant.arithmetic import flush as flush
 from polyquant.arithmetic import multiplier as multiplier
 from polyquant.arithmetic import reach as reach
+from polyquant.arithmetic import subtracts as subtracts
 from polyquant.arrays import Array, backend_of, constant, dtype, known, namespace, place
 from polyquant.blocks import Rows, blocks_of, merge, row_runs, split, spread
 from polyquant.codec import pack, unpack
@@ -257,11 +258,19 @@ def store_offsets(
     # Of 0 and -0 libraries pick either as the minimum, so a zero offset is +0 by definition.
     number = xp.where(number == 0, xp.zeros_like(number), number)
     if isinstance(stored, QuantScheme):
-        return quantize_grid(number, stored)
+        return quantize_offsets(number, scheme, stored)
     if isinstance(stored, QuantValue):
         top = min(2**stored.bits, 2**scheme.bits) - 1
         return xp.astype(xp.clip(xp.round(number), 0, top), xp.uint8)
     return nearest(number, stored)
+
+
+def quantize_offsets(numbers: Array, scheme: QuantScheme, stored: QuantScheme) -> QTensor:
+    """Biases (finite float32 on their grid) as a QTensor of their own."""
+    if not subtracts(scheme):
+        return quantize_grid(numbers, stored)
+    made = quantize_grid(-numbers, stored)
+    return made._replace(scales=-made.scales)
 
 
 def nearest(x: Array, kind: ScaleDtype) -> Array:
@@ -304,10 +313,12 @@ def value_range(x: Array, scheme: QuantScheme, *, nonfinite: str) -> tuple[Array
 
 
 def widen(scheme: QuantScheme, low: Array, high: Array) -> tuple[Array, Array]:
-    """``low..high`` widened to hold 0 where the scheme has a zero point."""
+    """``low..high`` widened to hold 0 where the scheme has a zero point, or biases up to 0."""
+    xp = namespace(low)
+    if subtracts(scheme):
+        return xp.minimum(low, xp.zeros_like(low)), high
     if scheme.offset is None or scheme.offset.kind is OffsetKind.BIAS:
         return low, high
-    xp = namespace(low)
     return xp.minimum(low, xp.zeros_like(low)), xp.maximum(high, xp.zeros_like(high))
 
 

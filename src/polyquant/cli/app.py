@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from polyquant import __version__
-from polyquant.cli import compare, inspect, quantize, sweep, system
+from polyquant.cli import compare, convert, inspect, quantize, sweep, system
 from polyquant.cli.output import err
 from polyquant.errors import PolyquantError
 
@@ -66,6 +66,7 @@ app = typer.Typer(
 
 for _command in (
     quantize.quantize,
+    convert.convert,
     inspect.inspect,
     compare.compare,
     sweep.sweep,

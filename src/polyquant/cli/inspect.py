@@ -9,19 +9,24 @@ from typing import Any
 from rich.markup import escape
 
 from polyquant.cli import output
-from polyquant.cli.options import Checkpoint, Json
+from polyquant.cli.options import Checkpoint, Config, Format, Json, config_of
 from polyquant.files.info import TensorInfo
 from polyquant.formats import open_checkpoint
 
+#: Characters of a metadata text that are shown.
+_BRIEF = 120
 
-def inspect(path: Checkpoint, *, as_json: Json = False) -> None:
+
+def inspect(
+    path: Checkpoint, format: Format = None, config: Config = None, *, as_json: Json = False
+) -> None:
     """Show what a checkpoint holds: tensors, schemes, sizes, metadata.
 
     Reads the headers alone, so it is quick on any size.
 
     Example: `polyquant inspect model-nf4.safetensors`
     """
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, format=format, config=config_of(config)) as checkpoint:
         infos = [checkpoint.info(name) for name in checkpoint]
     if as_json:
         output.print_json(
@@ -119,5 +124,14 @@ def _print_metadata(format_name: str, metadata: dict[str, Any]) -> None:
     console = output.out()
     console.print(f"\nFormat: {format_name}", markup=False, highlight=False)
     for key, value in metadata.items():
-        text = output.shortened(f"{value}", 200)
-        console.print(f"{key}: {text}", markup=False, highlight=False, soft_wrap=True)
+        if key == format_name:  # what its writer needs; nobody reads it
+            continue
+        console.print(f"{key}: {_brief(value)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _brief(value: object) -> str:
+    """A text on one line, its end cut off where it is long: tokenizers have megabytes."""
+    text = str(value)
+    start = text[:_BRIEF].replace("\n", "\\n")
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in start)
+    return shown if len(text) <= _BRIEF else f"{shown}... ({len(text):,} characters)"

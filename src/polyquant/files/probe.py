@@ -88,10 +88,14 @@ class Probe:
     def quantization(self) -> Mapping[str, Any]:
         """What the config says of quantization; nothing where it says nothing.
 
-        That is ``quantization_config`` (or MLX's ``quantization``) of a model's config; or, where
-        one was passed that has neither, the whole; or what tools write to files of their own beside
-        the tensors; or what the metadata of the file itself hold, as files written here do.
+        That is what the metadata of the file itself hold, as files written here do; or
+        ``quantization_config`` (or MLX's ``quantization``) of a model's config; or, where one was
+        passed that has neither, the whole; or what tools write to files of their own beside the
+        tensors. A config that was passed comes before all of them.
         """
+        inside = None if self.container is None else self.container.metadata.get(CONFIG)
+        if inside is not None and self._config is None:
+            return parse_object(inside, self.file, "its quantization config")
         config = self.config
         for key in (CONFIG, "quantization"):
             found = config.get(key)
@@ -104,8 +108,7 @@ class Probe:
             if beside.is_file():
                 found = parse_object(read_small(beside), beside, "the config")
                 return {"quant_method": method} | found
-        inside = None if self.container is None else self.container.metadata.get(CONFIG)
-        return {} if inside is None else parse_object(inside, self.file, "its quantization config")
+        return {}
 
     @property
     def method(self) -> str | None:

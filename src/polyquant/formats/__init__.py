@@ -50,6 +50,19 @@ FORMATS: Mapping[str, str] = MappingProxyType(
 )
 
 
+#: Formats that can be written -> the module with ``why_not_hold``, ``open_writer``, ``VARIANTS``.
+#: polyquant's own form has the class Writer.
+WRITERS: Mapping[str, str] = MappingProxyType(
+    {
+        "gguf": "polyquant.formats.gguf.writer",
+        "burnpack": "polyquant.formats.burnpack",
+        "bitsandbytes": "polyquant.formats.bitsandbytes",
+        "gptq": "polyquant.formats.gptq",
+        "compressed-tensors": "polyquant.formats.compressed_tensors",
+        "mlx": "polyquant.formats.mlx",
+    }
+)
+
 #: Formats that a file's own bytes decide, whatever a config beside it says; and the one that takes
 #: what no other does.
 _SELF_DESCRIBING, _LAST = frozenset(("polyquant", "gguf", "burnpack", "npz")), "safetensors"

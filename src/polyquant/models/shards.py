@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from polyquant.errors import InvalidArgument
@@ -28,22 +28,38 @@ def open_writer(source: Checkpoint, out: Path, plan: Sequence[TensorInfo]) -> Wr
     if out.name.endswith(INDEX_SUFFIX):
         path = out.with_name(out.name.removesuffix(".index.json"))
         shards = _shards(probe, [info.name for info in plan])
-        _check_apart(probe, [out, path, *_shard_paths(path, len(shards))])
+        check_apart(probe, [out, path, *_shard_paths(path, len(shards))])
         return Writer(path, plan, metadata=metadata, shards=shards)
     if not out.name.endswith(_SUFFIX):
         wanted = f"a name that ends in {_SUFFIX}, or in {INDEX_SUFFIX} to keep the shards"
         raise InvalidArgument(name="OUT", wanted=wanted, got=str(out))
-    _check_apart(probe, [out])
+    check_apart(probe, [out])
     return Writer(out, plan, metadata=metadata)
+
+
+def shards_of(path: Path, names: Sequence[str]) -> list[list[str]]:
+    """The names that each file of a checkpoint holds. A name that is no array's own goes with the
+    file of its first part."""
+    return _shards(Probe(path), names)
 
 
 def _shards(probe: Probe, names: Sequence[str]) -> list[list[str]]:
     """The names that each file of the source holds, in the order of the files' names."""
     if probe.container is None:
         return [list(names)]
-    place_of = {name: file.path.name for name, file in probe.container.places.items()}
+    places = {name: file.path.name for name, file in probe.container.places.items()}
+    place_of = {name: places.get(name) or _place_of_part(name, places) for name in names}
     files = sorted({place_of[name] for name in names})
     return [[name for name in names if place_of[name] == file] for file in files]
+
+
+def _place_of_part(name: str, places: Mapping[str, str]) -> str:
+    """The file of the first array of a tensor that other tools store as several."""
+    for stem in (name, name.removesuffix(".weight")):
+        for array, place in places.items():
+            if array.startswith((f"{stem}.", f"{stem}_")):
+                return place
+    return min(places.values())
 
 
 def _shard_paths(path: Path, count: int) -> list[Path]:
@@ -51,7 +67,7 @@ def _shard_paths(path: Path, count: int) -> list[Path]:
     return [path.with_name(f"{stem}-{i + 1:05}-of-{count:05}{_SUFFIX}") for i in range(count)]
 
 
-def _check_apart(probe: Probe, written: Iterable[Path]) -> None:
+def check_apart(probe: Probe, written: Iterable[Path]) -> None:
     """Refuse to replace a file that is being read."""
     container = probe.container
     sources = {probe.file, *(file.path for file in (container.files if container else ()))}

@@ -30,6 +30,7 @@ from polyquant.formats.burnpack.layout import (
     METADATA_LIMIT_BYTES,
     ORIGIN,
     TENSORS_LIMIT,
+    VARIANTS,
     VERSION,
     form_of,
     scheme_of,
@@ -37,7 +38,7 @@ from polyquant.formats.burnpack.layout import (
 )
 from polyquant.qtensor import QTensor, from_data
 
-__all__ = ["NAME", "open_checkpoint", "open_writer", "why_not", "why_not_hold"]
+__all__ = ["NAME", "VARIANTS", "open_checkpoint", "open_writer", "why_not", "why_not_hold"]
 
 NAME = "burnpack"
 _KNOWN = ", ".join([*DTYPES, "Bool", "symmetric QFloat"])

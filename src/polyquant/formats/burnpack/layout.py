@@ -45,6 +45,18 @@ _SCALES = ("F32", "F16", "BF16", "UE8M0", "UE4M3")
 _EXTENTS, _LARGEST_EXTENT = 5, 255
 
 
+#: Variant -> the scheme that its weights have.
+VARIANTS: Mapping[str, str] = MappingProxyType(
+    {
+        "q8s": "q8s/32:f16",
+        "q4s": "q4s/32:f16",
+        "q2s": "q2s/32:f16",
+        "nvfp4": "e2m1/16:ue4m3/tensor:f32",
+        "mxfp4": "e2m1/32:ue8m0",
+    }
+)
+
+
 def scheme_of(form: Any) -> QuantScheme | str:
     """The scheme of a ``QFloat``'s fields, or why there is none."""
     if not isinstance(form, Mapping) or set(form) != {"value", "store", "mode", "tensor", "block"}:

@@ -292,6 +292,9 @@ def _unpack_tq1_0(b: Any) -> Arrays:
 
 def _pack_tq1_0(n: Arrays) -> Arrays:
     codes = n["codes"]
+    if (codes > 2).any():
+        reason = "it has a fourth code, and three are packed in base 3"
+        raise CorruptData(what="A tensor to be written as TQ1_0", reason=reason)
     runs = [_trit_bytes(codes[:, :160], 5), _trit_bytes(codes[:, 160:240], 5)]
     return {
         "qs": np.concatenate(runs, axis=1),
@@ -397,20 +400,20 @@ _ALL = (
         _pack_iq4_xs,
     ),
     BlockType(
-        "TQ1_0",
-        256,
-        (("qs", "u1", 48), ("qh", "u1", 4), _HALF),
-        "u2[ternary]/256:f16",
-        _unpack_tq1_0,
-        _pack_tq1_0,
-    ),
-    BlockType(
         "TQ2_0",
         256,
         (("qs", "u1", 64), _HALF),
         "u2[ternary]/256:f16",
         _unpack_tq2_0,
         _pack_tq2_0,
+    ),
+    BlockType(
+        "TQ1_0",
+        256,
+        (("qs", "u1", 48), ("qh", "u1", 4), _HALF),
+        "u2[ternary]/256:f16",
+        _unpack_tq1_0,
+        _pack_tq1_0,
     ),
     BlockType("Q1_0", 128, (_HALF, ("qs", "u1", 16)), "u1[sign]/128:f16", _unpack_q1_0, _pack_q1_0),
     BlockType(

@@ -17,6 +17,7 @@ from polyquant.errors import InvalidName, UnsupportedDtype
 from polyquant.files.assemble import numbers_of
 from polyquant.files.info import TensorInfo
 from polyquant.files.writing import PlannedWriter, Stored, laid_out
+from polyquant.formats.gguf.blocks import BLOCK_TYPES
 from polyquant.formats.gguf.container import (
     ARRAY,
     AXES_LIMIT,
@@ -34,6 +35,13 @@ _TYPE_IDS_OF_KEYS: Mapping[str, int] = MappingProxyType(
 )
 _TYPES_OF_DTYPES: Mapping[str, str] = MappingProxyType(
     {np.dtype(dtype).name: name for name, dtype in ARRAY_TYPES.items()}
+)
+
+
+#: Variant -> the scheme that its weights have. Ternary weights are trained, not rounded, and
+#: vectors need a search; both are only carried over.
+VARIANTS: Mapping[str, str] = MappingProxyType(
+    {b.name: b.text for b in BLOCK_TYPES.values() if not b.name.startswith("TQ")}
 )
 
 

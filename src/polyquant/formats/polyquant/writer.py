@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ from polyquant.files.host import little_endian_bytes, to_host
 from polyquant.files.info import FILE_DTYPES, TensorInfo
 from polyquant.files.probe import as_path
 from polyquant.files.replace import Replacement
+from polyquant.files.writing import Place, PlannedWriter
 from polyquant.formats.polyquant import manifest
 from polyquant.formats.polyquant.manifest import PENDING, file_parts
 from polyquant.qtensor import QTensor
@@ -270,6 +271,39 @@ class _Shard:
         text = json.dumps(form, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
+
+
+class ShardFile(PlannedWriter):
+    """One file of several that are written apart: its checksum of all of them is still pending.
+
+    ``header`` makes the bytes that go to the file's beginning once all checksums are known.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        plan: Sequence[TensorInfo],
+        number: tuple[int, int],
+        metadata: Mapping[str, str],
+    ) -> None:
+        _check_names(plan)
+        shard = _Shard(path, plan, number, _check_metadata(metadata))
+        places = {
+            part.name: Place(shard.places[part.name].start, part.nbytes)
+            for info in plan
+            for part in file_parts(info)
+        }
+        self.header = shard.header
+        self.checksums: dict[str, str] = {}
+        head = shard.header(dict.fromkeys((info.name for info in plan), PENDING), PENDING)
+        super().__init__(path, plan, head=head, places=places, encode=self._encoded)
+
+    def _encoded(self, info: TensorInfo, tensor: Any) -> Iterator[tuple[str, Any]]:
+        host = tensor.parts() if isinstance(tensor, QTensor) else {"": tensor}
+        parts = file_parts(info)
+        runs = [little_endian_bytes(host[part.part], FILE_DTYPES[part.dtype]) for part in parts]
+        self.checksums[info.name] = manifest.checksum(info, runs)
+        yield from zip((part.name for part in parts), runs, strict=True)
 
 
 def _groups(plan: Sequence[TensorInfo], size_bytes: int | None) -> list[list[TensorInfo]]:

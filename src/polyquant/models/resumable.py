@@ -1,0 +1,295 @@
+"""Carrying out a conversion: one file, or shards in parallel that a second run goes on with.
+
+Each shard is a file that appears when it is whole. Beside the index lies ``OUT.progress`` until all
+are there: which shards of this very plan are done. polyquant's own shards also name the checksums
+of all the others, so their headers are written last, in the place that was left for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polyquant.errors import InvalidArgument, WriteFailed
+from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.container import INDEX_SUFFIX
+from polyquant.files.probe import CONFIG, Probe
+from polyquant.files.replace import Replacement
+from polyquant.formats import FORMATS, open_checkpoint
+from polyquant.formats.polyquant.manifest import RESERVED, checksum_of_form
+from polyquant.formats.polyquant.writer import ShardFile
+from polyquant.models.conversion import Conversion, Converted, convert
+from polyquant.models.shards import check_apart, open_writer, shards_of
+from polyquant.models.targets import Target
+
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a checkpoint is opened, also in another process."""
+
+    path: Path
+    format: str | None = None
+    config: Any = None
+
+    def open(self) -> Checkpoint:
+        """Open it."""
+        return open_checkpoint(self.path, format=self.format, config=self.config)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shard: where it goes, and what is in it."""
+
+    source: Source
+    target: Target
+    path: Path
+    steps: tuple[Conversion, ...]
+    number: tuple[int, int]
+    metadata: Mapping[str, str]
+    calibration: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a shard: its tensors, the config of its format, checksums of its tensors."""
+
+    finished: list[Converted]
+    config: Mapping[str, Any]
+    checksums: Mapping[str, str]
+
+
+def run(
+    source: Source,
+    target: Target,
+    out: Path,
+    steps: Sequence[Conversion],
+    *,
+    jobs: int = 1,
+    calibration: str = "minmax",
+    on_done: Callable[[Converted], None] = lambda done: None,
+) -> list[Converted]:
+    """Convert by a plan. ``out`` appears when all is written.
+
+    Raises InvalidArgument (a name that the format does not have, or a file of the source),
+    WriteFailed, and what quantizing raises.
+    """
+    target.check_path(out)
+    if out.name.endswith(INDEX_SUFFIX):
+        return _run_shards(source, target, out, steps, jobs, calibration, on_done)
+    check_apart(Probe(source.path), [out])
+    with source.open() as checkpoint:
+        metadata = _kept(checkpoint.metadata, target)
+        results = [step.result for step in steps]
+        if target.is_own:
+            writer: Any = open_writer(checkpoint, out, results)
+        else:
+            writer = target.open_writer(out, results, metadata)
+        with writer:
+            finished = convert(
+                checkpoint, steps, writer.write, calibration=calibration, on_done=on_done
+            )
+    if not target.is_own:
+        write_config(source, out, writer.config)
+    return finished
+
+
+def _kept(metadata: Mapping[str, str], target: Target) -> dict[str, str]:
+    """The metadata that go along: to another tool's format not what a third one needs."""
+    dropped = set(RESERVED)
+    if not target.is_own:
+        dropped |= {CONFIG, *(name for name in FORMATS if name != target.format)}
+    return {key: text for key, text in metadata.items() if key not in dropped}
+
+
+# -- shards -----------------------------------------------------------------------------------
+
+
+def _run_shards(
+    source: Source,
+    target: Target,
+    out: Path,
+    steps: Sequence[Conversion],
+    jobs: int,
+    calibration: str,
+    on_done: Callable[[Converted], None],
+) -> list[Converted]:
+    if jobs < 1:
+        raise InvalidArgument(name="jobs", wanted="at least 1", got=jobs)
+    todo = _jobs(source, target, out, steps, calibration)
+    check_apart(Probe(source.path), [out, *(job.path for job in todo)])
+    progress = _Progress(out, todo)
+    waiting = [job for job in todo if not progress.is_done(job)]
+    for job in todo:
+        if job not in waiting:
+            for step in job.steps:
+                on_done(Converted(step))
+    outcomes = {}
+    for job, outcome in _outcomes(waiting, jobs, on_done):
+        outcomes[job.path.name] = outcome
+        progress.add(job, outcome)
+    if target.is_own:
+        _write_headers(todo, progress)
+    _write_index(out, todo)
+    for config in [outcome.config for outcome in outcomes.values()][:1]:
+        write_config(source, out, config)
+    progress.remove()
+    return [done for outcome in outcomes.values() for done in outcome.finished]
+
+
+def _jobs(
+    source: Source, target: Target, out: Path, steps: Sequence[Conversion], calibration: str
+) -> list[Job]:
+    by_name = {step.name: step for step in steps}
+    groups = shards_of(source.path, list(by_name))
+    stem = out.name.removesuffix(INDEX_SUFFIX)
+    with source.open() as checkpoint:
+        metadata = _kept(checkpoint.metadata, target)
+    return [
+        Job(
+            source,
+            target,
+            out.with_name(f"{stem}-{number:05}-of-{len(groups):05}{_SUFFIX}"),
+            tuple(by_name[name] for name in group),
+            (number, len(groups)),
+            metadata,
+            calibration,
+        )
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+def _outcomes(waiting: list[Job], jobs: int, on_done: Callable[[Converted], None]) -> Any:
+    if jobs == 1 or len(waiting) < 2:
+        for job in waiting:
+            yield job, run_job(job, on_done)
+        return
+    context = multiprocessing.get_context("spawn")  # libraries with threads do not fork well
+    with ProcessPoolExecutor(min(jobs, len(waiting)), mp_context=context) as pool:
+        running = {pool.submit(run_job, job): job for job in waiting}
+        for future in as_completed(running):
+            outcome = future.result()
+            for done in outcome.finished:
+                on_done(done)
+            yield running[future], outcome
+
+
+def run_job(job: Job, on_done: Callable[[Converted], None] = lambda done: None) -> Outcome:
+    """Write one shard."""
+    results = [step.result for step in job.steps]
+    with job.source.open() as checkpoint:
+        if job.target.is_own:
+            writer: Any = ShardFile(job.path, results, job.number, job.metadata)
+        else:
+            writer = job.target.open_writer(job.path, results, job.metadata)
+        with writer:
+            finished = convert(
+                checkpoint, job.steps, writer.write, calibration=job.calibration, on_done=on_done
+            )
+    checksums = writer.checksums if job.target.is_own else {}
+    return Outcome(finished, {} if job.target.is_own else writer.config, checksums)
+
+
+def _write_headers(todo: Sequence[Job], progress: _Progress) -> None:
+    """Write into every shard the checksum of all."""
+    sums: dict[str, str] = {}
+    for job in todo:
+        sums |= progress.checksums(job)
+    checkpoint = checksum_of_form(sums)
+    for job in todo:
+        shard = ShardFile(job.path, [s.result for s in job.steps], job.number, job.metadata)
+        header = shard.header(progress.checksums(job), checkpoint)
+        try:
+            with open(job.path, "r+b") as file:
+                file.write(header)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            reason = error.strerror or str(error)
+            kept = "Run the same conversion again: it goes on from here"
+            raise WriteFailed(path=job.path, reason=reason, kept=kept) from error
+
+
+def _write_index(out: Path, todo: Sequence[Job]) -> None:
+    """The index, by the arrays that each shard holds."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for job in todo:
+        container = Probe(job.path).container
+        if container is not None:
+            weight_map |= dict.fromkeys(container.places, job.path.name)
+            total += sum(t.stop - t.start for f in container.files for t in f.tensors.values())
+    form = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _replace(out, (json.dumps(form, indent=2) + "\n").encode())
+
+
+def _replace(path: Path, data: bytes) -> None:
+    file = Replacement(path)
+    try:
+        file.write_at(0, memoryview(data))
+        file.flush()
+        file.put_in_place()
+    finally:
+        file.discard()
+
+
+class _Progress:
+    """Which shards of a plan are done; another plan's are not counted."""
+
+    def __init__(self, out: Path, todo: Sequence[Job]) -> None:
+        self._path = out.with_name(f"{out.name}.progress")
+        facts = [(job.path.name, str(job.target), str(job.steps), job.calibration) for job in todo]
+        stat = os.stat(todo[0].source.path) if todo else None
+        source = None if stat is None else (str(todo[0].source.path), stat.st_mtime_ns)
+        self._plan = hashlib.sha256(repr((facts, source)).encode()).hexdigest()
+        self._done: dict[str, Mapping[str, str]] = {}
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            if found["plan"] == self._plan:
+                self._done = dict(found["done"])
+        except (OSError, ValueError, KeyError, TypeError):  # none, or none of ours: begin anew
+            self._done = {}
+
+    def is_done(self, job: Job) -> bool:
+        """Whether a shard of this plan is there."""
+        return job.path.name in self._done and job.path.is_file()
+
+    def checksums(self, job: Job) -> dict[str, str]:
+        """Of a shard's tensors, in polyquant's own form."""
+        return dict(self._done[job.path.name])
+
+    def add(self, job: Job, outcome: Outcome) -> None:
+        """Note that a shard is done."""
+        self._done[job.path.name] = outcome.checksums
+        _replace(self._path, json.dumps({"plan": self._plan, "done": self._done}).encode())
+
+    def remove(self) -> None:
+        """All is done."""
+        self._path.unlink(missing_ok=True)
+
+
+# -- the config beside ------------------------------------------------------------------------
+
+
+def write_config(source: Source, out: Path, config: Mapping[str, Any]) -> Path | None:
+    """Write config.json beside the output where there is none: the source's, with what the format
+    says of quantization. Returns its path. Other tools look for it there.
+    """
+    path = out.with_name("config.json")
+    if not config or os.path.lexists(path):
+        return None
+    probe = Probe(source.path)
+    form = {k: v for k, v in probe.config.items() if k not in (CONFIG, "quantization")}
+    form |= {CONFIG: dict(config)}
+    if "quant_method" not in config:  # MLX's own name for it
+        form["quantization"] = dict(config)
+    _replace(path, (json.dumps(form, indent=2) + "\n").encode())
+    return path
