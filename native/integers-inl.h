@@ -184,102 +184,124 @@ inline bool dot8(const Weight& w, const Weight8& kind, const Steps& x, int64_t r
 
 constexpr int kRows8 = 6;  // lines of a tile, by 2 vectors of rows of x
 
-// x for panel8: panels of 32 rows: [k / 4][32 rows][4 codes + 128], and scales [unit][32 rows].
-inline void pack_panels8(const Codes8& x, int64_t rows, int64_t first, int64_t last,
-                         const Panels8& to) {
+// x for panel8: panels of 32 rows: [k / 4][32 rows][4 codes], scales [unit][32 rows], and minus the
+// sums of each unit's codes, times the weight's bias where that is the same everywhere.
+inline void pack_panels8(const Codes8& x, const Weight8& kind, int64_t rows, int64_t first,
+                         int64_t last, const Panels8& to) {
+  const int32_t by = kind.has_zero_point ? -1 : -kind.bias;
   for (int64_t panel = first; panel < last; ++panel) {
-    uint8_t* codes = to.codes + panel * x.padded * 32;
-    float* scales = to.scales + panel * x.units * 32;
+    uint8_t* const codes = to.codes + panel * x.padded * 32;
+    float* const scales = to.scales + panel * x.units * 32;
+    int32_t* const sums = to.sums + panel * x.units * 32;
     for (int64_t m = 0; m < 32; ++m) {
       const int64_t row = panel * 32 + m;
-      const int8_t* from = x.codes + row * x.padded;
-      for (int64_t k = 0; k < x.padded; k += 4) {
-        uint32_t four = 0;
-        if (row < rows) std::memcpy(&four, from + k, 4);
-        four ^= 0x80808080u;
-        std::memcpy(codes + k * 32 + m * 4, &four, 4);
-      }
-      for (int64_t u = 0; u < x.units; ++u)
+      const int8_t* const from = x.codes + row * x.padded;
+      for (int64_t u = 0; u < x.units; ++u) {
+        int32_t total = 0;
+        for (int64_t k = u * kUnit; k < (u + 1) * kUnit; k += 4) {
+          uint32_t four = 0;
+          if (row < rows) {
+            std::memcpy(&four, from + k, 4);
+            total += from[k] + from[k + 1] + from[k + 2] + from[k + 3];
+          }
+          std::memcpy(codes + k * 32 + m * 4, &four, 4);
+        }
         scales[u * 32 + m] = row < rows ? x.scales[row * x.units + u] : 0.0f;
+        sums[u * 32 + m] = total * by;
+      }
     }
   }
 }
 
+// Some lines of a weight as bytes, with the scales and zero points of their units.
+struct Lines8 {
+  const uint8_t* codes;
+  const float *scales, *zeros;  // zeros: null where the bias is the same everywhere
+  int64_t stride, unit_stride;
+};
+
 // sums[r, 0..31] += the products of kRows lines and one panel, over `units` units.
 template <int kRows, int kVectors>
-inline void tile8(const int8_t* w, int64_t w_stride, const int32_t* starts, const float* w_scales,
-                  int64_t unit_stride, const uint8_t* x, const float* x_scales, int64_t units,
-                  float* sums, int64_t stride) {
+inline void tile8(const Lines8 w, const uint8_t* x, const float* x_scales, const int32_t* x_sums,
+                  int64_t units, float* sums, int64_t stride) {
   F acc[kRows][kVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) acc[r][v] = load(sums + r * stride + v * 16);
   for (int64_t u = 0; u < units; ++u) {
     I part[kRows][kVectors];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) part[r][v] = set1_int(starts[r * unit_stride + u]);
+    for (int v = 0; v < kVectors; ++v) {
+      const I start = load_int(x_sums + u * 32 + v * 16);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        part[r][v] = start;
+        if (w.zeros) part[r][v] = mul_int(start, to_int(set1(w.zeros[r * w.unit_stride + u])));
+      }
+    }
 #pragma GCC unroll 8
     for (int k = 0; k < kUnit / 4; ++k) {
       I right[kVectors];
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v)
         right[v] = _mm512_loadu_si512(x + (u * (kUnit / 4) + k) * 128 + v * 64);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         int32_t four;
-        std::memcpy(&four, w + r * w_stride + u * kUnit + k * 4, 4);
+        std::memcpy(&four, w.codes + r * w.stride + u * kUnit + k * 4, 4);
         const I left = set1_int(four);
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) part[r][v] = _mm512_dpbusd_epi32(part[r][v], right[v], left);
+        for (int v = 0; v < kVectors; ++v)
+          part[r][v] = _mm512_dpbusd_epi32(part[r][v], left, right[v]);
       }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const F s = set1(w_scales[r * unit_stride + u]);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v)
-        acc[r][v] = fma(mul(to_float(part[r][v]), s), load(x_scales + u * 32 + v * 16), acc[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      const F right = load(x_scales + u * 32 + v * 16);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r)
+        acc[r][v] = fma(mul(to_float(part[r][v]), set1(w.scales[r * w.unit_stride + u])), right,
+                        acc[r][v]);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) store(sums + r * stride + v * 16, acc[r][v]);
 }
 
 template <int kVectors>
-inline void tiles8(int64_t lines, const int8_t* w, int64_t w_stride, const int32_t* starts,
-                   const float* w_scales, int64_t unit_stride, const uint8_t* x,
-                   const float* x_scales, int64_t units, float* sums, int64_t stride) {
+inline void tiles8(int64_t lines, Lines8 w, const uint8_t* x, const float* x_scales,
+                   const int32_t* x_sums, int64_t units, float* sums, int64_t stride) {
   constexpr int kTall = kVectors == 2 ? kRows8 : 12;
-  int64_t r = 0;
-  for (; r + kTall <= lines; r += kTall)
-    tile8<kTall, kVectors>(w + r * w_stride, w_stride, starts + r * unit_stride,
-                           w_scales + r * unit_stride, unit_stride, x, x_scales, units,
-                           sums + r * stride, stride);
-  for (; r < lines; ++r)
-    tile8<1, kVectors>(w + r * w_stride, w_stride, starts + r * unit_stride,
-                       w_scales + r * unit_stride, unit_stride, x, x_scales, units,
-                       sums + r * stride, stride);
+  for (int64_t r = 0; r < lines;) {
+    const int64_t taken = lines - r >= kTall ? kTall : 1;
+    if (taken == kTall)
+      tile8<kTall, kVectors>(w, x, x_scales, x_sums, units, sums + r * stride, stride);
+    else
+      tile8<1, kVectors>(w, x, x_scales, x_sums, units, sums + r * stride, stride);
+    w.codes += taken * w.stride;
+    w.scales += taken * w.unit_stride;
+    if (w.zeros) w.zeros += taken * w.unit_stride;
+    r += taken;
+  }
 }
 
+// scratch: sums of kPanelLines lines, scales and zero points of their units, one line of scales,
+// and the bytes of a panel.
 inline bool panel8(const Weight& w, const Weight8& kind, const Codes8& x, const Panels8& panels,
                    int64_t rows, int64_t first_line, int64_t first, int64_t last, float* scratch,
                    const Output& y) {
   [[maybe_unused]] const FlushSubnormals mode;
   const Bytes8<0, true> bytes(kind);
   const int64_t units = x.units, count = (rows + 31) / 32, stride = count * 32;
-  constexpr int64_t kUnits = kPanelDepth8 / kUnit, kStride8 = kPanelDepth8 + 64;
+  constexpr int64_t kStride8 = kPanelDepth8 + 64;
   float* const sums = scratch;
-  float* const all_scales = sums + kPanelLines * stride;
-  float* const all_zeros = all_scales + kPanelLines * units;
-  float* const line_scratch = all_zeros + (kind.has_zero_point ? kPanelLines * units : 0);
-  float* const w_scales = line_scratch + w.grid_length + 64;
-  int32_t* const starts = reinterpret_cast<int32_t*>(w_scales + kPanelLines * kUnits);
-  int8_t* const codes = reinterpret_cast<int8_t*>(starts + kPanelLines * kUnits);
+  float* const scales = sums + kPanelLines * stride;
+  float* const zeros = scales + kPanelLines * units;
+  float* const one_line = zeros + (kind.has_zero_point ? kPanelLines * units : 0);
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(one_line + w.grid_length + 64);
   const int64_t line_codes = (w.length * w.bits + 7) / 8;
   alignas(64) float out[kPanelLines];
   for (int64_t n = first; n < last; n += kPanelLines) {
@@ -287,38 +309,32 @@ inline bool panel8(const Weight& w, const Weight8& kind, const Codes8& x, const 
     std::memset(sums, 0, 4 * static_cast<size_t>(lines * stride));
     for (int64_t i = 0; i < lines; ++i) {
       const int64_t row = w.grid_row(first_line + n + i);
-      if (!unit_scales(w, row, units, line_scratch, all_scales + i * units)) return false;
+      if (!unit_scales(w, row, units, one_line, scales + i * units)) return false;
       if (kind.has_zero_point) {
         Weight by_zero = w;
         by_zero.scale = w.offset;
-        unit_scales(by_zero, row, units, line_scratch, all_zeros + i * units);
+        unit_scales(by_zero, row, units, one_line, zeros + i * units);
       }
     }
     for (int64_t k = 0; k < x.padded; k += kPanelDepth8) {
-      const int64_t depth = min64(kPanelDepth8, x.padded - k);
+      const int64_t depth = min64(kPanelDepth8, x.padded - k), unit = k / kUnit;
       for (int64_t i = 0; i < lines; ++i) {
         const uint8_t* const line = w.data + (first_line + n + i) * w.line_bytes;
         const uint8_t* p = line + k * w.bits / 8;
         for (int64_t at = 0; at < depth; at += kStep8, p += bytes.step) {
-          const auto fields = p + bytes.step <= line + line_codes
-                                  ? bytes(p) : bytes.part(p, line + line_codes - p);
-          const float* zeros = kind.has_zero_point ? all_zeros + i * units + (k + at) / kUnit : nullptr;
-          const int64_t u = at / kUnit;
-          signed_step(fields, kind, zeros, codes + i * kStride8 + at, starts + i * kUnits + u);
+          const bool is_inside = p + bytes.step <= line + line_codes;
+          const I fields = is_inside ? bytes(p) : bytes.part(p, line + line_codes - p);
+          _mm512_storeu_si512(codes + i * kStride8 + at, fields);
         }
-        std::memcpy(w_scales + i * kUnits, all_scales + i * units + k / kUnit,
-                    4 * static_cast<size_t>(depth / kUnit));
       }
+      const Lines8 left{codes, scales + unit, kind.has_zero_point ? zeros + unit : nullptr, kStride8,
+                        units};
       for (int64_t panel = 0; panel < count; ++panel) {
-        const uint8_t* right = panels.codes + panel * x.padded * 32 + k * 32;
-        const float* right_scales = panels.scales + (panel * units + k / kUnit) * 32;
-        float* c = sums + panel * 32;
-        if (rows - panel * 32 <= 16)
-          tiles8<1>(lines, codes, kStride8, starts, w_scales, kUnits, right, right_scales,
-                    depth / kUnit, c, stride);
-        else
-          tiles8<2>(lines, codes, kStride8, starts, w_scales, kUnits, right, right_scales,
-                    depth / kUnit, c, stride);
+        const uint8_t* const right = panels.codes + panel * x.padded * 32 + k * 32;
+        const int64_t at = (panel * units + unit) * 32;
+        const auto run = rows - panel * 32 <= 16 ? tiles8<1> : tiles8<2>;
+        run(lines, left, right, panels.scales + at, panels.sums + at, depth / kUnit,
+            sums + panel * 32, stride);
       }
     }
     for (int64_t m = 0; m < rows; ++m) {

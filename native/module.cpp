@@ -326,13 +326,16 @@ class Matrix {
       const int64_t some = std::min(kMostRows, rows - m), panels = ceil_div(some, 32);
       const Codes8 part{codes.codes + m * codes.padded, codes.scales + m * codes.units, codes.padded,
                         codes.units};
-      float* const memory = x_scratch.floats(panels * 32 * (codes.units + codes.padded / 4));
-      const Panels8 x{reinterpret_cast<uint8_t*>(memory + panels * 32 * codes.units), memory};
-      parallel_for(panels, workers, [&](int64_t i) { k.pack_panels8(part, some, i, i + 1, x); });
+      const int64_t per_unit = panels * 32 * codes.units;
+      float* const memory = x_scratch.floats(2 * per_unit + panels * 32 * codes.padded / 4);
+      const Panels8 x{reinterpret_cast<uint8_t*>(memory + 2 * per_unit), memory,
+                      reinterpret_cast<int32_t*>(memory + per_unit)};
+      parallel_for(panels, workers,
+                   [&](int64_t i) { k.pack_panels8(part, kind, some, i, i + 1, x); });
       Output to = y;
       to.data = static_cast<char*>(y.data) + m * y.row_stride * (y.type == Float::kF32 ? 4 : 2);
       const int64_t step = k.panel_lines;
-      const int64_t scratch = step * (panels * 32 + 2 * codes.units + 32 + 144) + w_.grid_length + 256;
+      const int64_t scratch = step * (panels * 32 + 2 * codes.units + 144) + w_.grid_length + 256;
       parallel_for(ceil_div(w_.lines, step), workers, [&](int64_t i) {
         if (!k.panel8(w_, kind, part, x, some, 0, i * step, std::min(w_.lines, (i + 1) * step),
                       task_scratch.floats(scratch), to))

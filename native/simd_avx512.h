@@ -313,28 +313,6 @@ inline F lane_scales(const float* scales) {
   return _mm512_permutexvar_ps(
       lanes, _mm512_castps128_ps512(_mm_castpd_ps(_mm_load_sd((const double*)scales))));
 }
-// 64 codes as signed bytes, their zero points subtracted; and -128 times the sum of each unit.
-inline void signed_step(I bytes, const Weight8& kind, const float* zeros, int8_t* codes,
-                        int32_t* starts) {
-  I bias = _mm512_set1_epi8((char)kind.bias);
-  if (zeros) {
-    const I both = to_int(lane_scales(zeros));
-    bias = _mm512_or_si512(both, _mm512_slli_epi32(both, 8));
-    bias = _mm512_or_si512(bias, _mm512_slli_epi32(bias, 16));
-  }
-  const I values = _mm512_sub_epi8(bytes, bias);
-  _mm512_storeu_si512(codes, values);
-  const I sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), values);
-  const __m256i low = _mm512_castsi512_si256(sums), high = _mm512_extracti64x4_epi64(sums, 1);
-  const auto total = [](__m256i v) {
-    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
-  };
-  starts[0] = -128 * total(low);
-  starts[1] = -128 * total(high);
-}
-
 // Results and inputs below the smallest normal float32 are zeros, as the contract has it.
 class FlushSubnormals {
  public:

@@ -115,6 +115,7 @@ struct Steps {
 struct Panels8 {
   uint8_t* codes;
   float* scales;
+  int32_t* sums;
 };
 
 struct Encoder;
@@ -158,7 +159,8 @@ struct Kernels {
   bool (*dot8)(const Weight&, const Weight8&, const Steps&, int64_t rows, int64_t first_line,
                int64_t first, int64_t last, const Output&);
   // Null where float32 is as fast.
-  void (*pack_panels8)(const Codes8&, int64_t rows, int64_t first, int64_t last, const Panels8&);
+  void (*pack_panels8)(const Codes8&, const Weight8&, int64_t rows, int64_t first, int64_t last,
+                       const Panels8&);
   bool (*panel8)(const Weight&, const Weight8&, const Codes8&, const Panels8&, int64_t rows,
                  int64_t first_line, int64_t first, int64_t last, float* scratch, const Output&);
 

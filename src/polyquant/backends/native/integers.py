@@ -53,14 +53,10 @@ def refuses_right(scheme: QuantScheme) -> str | None:
     """Why the codes of the right operand are no integers of a byte."""
     if scheme.offset is not None:
         zero = scheme.offset.kind is OffsetKind.ZERO_POINT and scheme.offset.dtype
-        if not isinstance(zero, QuantValue) or scheme.value.is_signed or scheme.bits > 7:
+        if not isinstance(zero, QuantValue) or scheme.value.is_signed:
             return f"the values of {scheme} are no integers of a byte times a scale"
-        if zero.bits > 7:
-            return f"the zero points of {scheme} are wider than its codes"
     elif _entries(scheme) is None and (scheme.mode is QuantMode.LOOKUP or scheme.value.is_float):
         return f"the numbers of {scheme} are no integers of a byte"
-    elif scheme.value is QuantValue.U8 and scheme.mode is QuantMode.SYMMETRIC:
-        return "unsigned codes of 8 bits fit no signed byte"
     return _refuses_blocks(scheme)
 
 
