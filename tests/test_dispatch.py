@@ -178,9 +178,7 @@ def test_a_pinned_kernel_runs_or_is_refused(fake: Any) -> None:
     np.testing.assert_array_equal(pinned, x @ w.dequantize())
     with pytest.raises(errors.KernelRefused, match=r"it is closed.*never falls back"):
         pq.matmul(x, w, kernel="numpy.one.matmul")
-    with pytest.raises(
-        errors.KernelRefused, match=r"known: numpy\.one.*definition\.matmul"
-    ):
+    with pytest.raises(errors.KernelRefused, match=r"known: numpy\.one.*definition\.matmul"):
         pq.matmul(x, w, kernel="numpy.none.matmul")
     with pytest.raises(errors.KernelRefused, match=r"definition\.quantize"):
         pq.quantize(x, "q4s", kernel="numpy.none.quantize")
