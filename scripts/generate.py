@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 import bench_table
 import error_page
+import format_page
 import layer_table
 import ops_page
 import scheme_page
@@ -31,9 +32,11 @@ PAGES: MappingProxyType[tuple[str, str | None], Callable[[], str]] = MappingProx
         ("README.md", "support"): support_table.short,
         ("README.md", "benchmarks"): bench_table.section,
         ("README.md", "model"): bench_table.model,
+        ("README.md", "formats"): format_page.short,
         ("ARCHITECTURE.md", "layers"): layer_table.section,
         ("docs/support.md", None): support_table.page,
         ("docs/schemes.md", None): scheme_page.page,
+        ("docs/formats.md", None): format_page.page,
         ("docs/errors.md", None): error_page.page,
         ("docs/ops.md", None): ops_page.page,
     }

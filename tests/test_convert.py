@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +270,17 @@ def test_the_command(tmp_path: Path) -> None:
     assert lossy.exit_code == 2
     lossy = run("convert", source, tmp_path / "y.gguf", "--to", "gguf:Q8_0", "--requantize")
     assert lossy.exit_code == 0 and "1 requantized" in lossy.stdout
+
+
+def test_the_example(tmp_path: Path) -> None:
+    """examples/checkpoint.py on a small file of our own."""
+    pq.save(tmp_path / "a.safetensors", {"blk.0.ffn_down.weight": VALUES, "norm": VALUES[0]})
+    convert(tmp_path / "a.safetensors", tmp_path / "x.gguf", "gguf:Q4_K", requantize=True)
+    script = Path(__file__).parents[1] / "examples" / "checkpoint.py"
+    command = [sys.executable, str(script), str(tmp_path / "x.gguf")]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "the same file, byte for byte" in found.stdout
+    assert found.stdout.rstrip().endswith(".")
 
 
 def test_a_config_on_the_command_line(tmp_path: Path) -> None:

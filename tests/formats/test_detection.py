@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 import polyquant as pq
 from polyquant.errors import InvalidArgument, InvalidHeader, UnknownFormat, UnknownName
 from polyquant.files.probe import Probe
-from polyquant.formats import FORMATS
+from polyquant.formats import FORMATS, WRITERS
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -22,6 +22,14 @@ def test_every_format_has_the_same_door(name: str) -> None:
     module = import_module(FORMATS[name])
     assert name == module.NAME
     assert module.why_not.__doc__ and module.open_checkpoint.__doc__
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_the_page_says_of_a_format(name: str) -> None:
+    facts = import_module(FORMATS[name]).FACTS
+    assert facts.tool and facts.reads and facts.exact
+    is_written = name in WRITERS or name in ("polyquant", "safetensors")
+    assert bool(facts.writes) == bool(facts.bytes) == bool(facts.checked) == is_written
 
 
 def test_a_name_does_not_matter_where_the_file_declares(saved: Path, tensors: Any) -> None:

@@ -17,6 +17,7 @@ from polyquant.arrays import HostArray
 from polyquant.codec import unpack
 from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.facts import Facts
 from polyquant.files.layers import Layer, Source, open_layers
 from polyquant.files.probe import Probe
 from polyquant.qtensor import QTensor
@@ -24,6 +25,11 @@ from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore, QuantValue
 
 NAME = "awq"
+FACTS = Facts(
+    tool="AutoAWQ, llm-awq",
+    reads="4 bits: gemm, gemv, gemv_fast",
+    exact="bit-equal",
+)
 _BITS, _PER_WORD = 4, 8
 #: Where column j of eight lies in a word of the layout gemm.
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

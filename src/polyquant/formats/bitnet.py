@@ -18,12 +18,18 @@ from polyquant.arrays import HostArray
 from polyquant.errors import CorruptData
 from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.facts import Facts
 from polyquant.files.layers import Layer, Source, open_layers
 from polyquant.files.probe import Probe
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 
 NAME = "bitnet"
+FACTS = Facts(
+    tool="transformers BitNet",
+    reads="bitlinear and autobitlinear",
+    exact="bit-equal",
+)
 _ROLES: Mapping[str, str] = MappingProxyType(
     {"bitlinear": "divisor", "autobitlinear": "multiplier"}
 )

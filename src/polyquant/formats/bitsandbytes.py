@@ -21,6 +21,7 @@ from polyquant.errors import CorruptData
 from polyquant.files.assemble import assemble, numbers_of
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.container import is_shape
+from polyquant.files.facts import Facts
 from polyquant.files.info import FILE_DTYPES, TensorInfo
 from polyquant.files.layers import Layer, Source, open_layers
 from polyquant.files.probe import CONFIG, Probe
@@ -38,6 +39,14 @@ from polyquant.scheme import QuantScheme
 from polyquant.tables import CUSTOM, NAMED, named_table, table_bits
 
 NAME = "bitsandbytes"
+FACTS = Facts(
+    tool="bitsandbytes",
+    reads="NF4, FP4, doubly quantized or not, any packed dtype; int8 rows",
+    exact="bit-equal",
+    writes="the same",
+    bytes="yes",
+    checked="bitsandbytes 0.50.2",
+)
 _STATE = ".quant_state.bitsandbytes__"
 _TYPES = ("nf4", "fp4")
 #: The quantized maxima have maxima of their own, one for so many.

@@ -22,6 +22,7 @@ from polyquant.codec import pack, unpack
 from polyquant.errors import CorruptData
 from polyquant.files.assemble import assemble, numbers_of
 from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.facts import Facts
 from polyquant.files.info import TensorInfo
 from polyquant.files.layers import Layer, Source, open_layers
 from polyquant.files.probe import CONFIG, Probe
@@ -39,6 +40,16 @@ from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore, QuantValue
 
 NAME = "compressed-tensors"
+FACTS = Facts(
+    tool="llm-compressor, vLLM",
+    reads=(
+        "pack-quantized (both packings, act-order), int, float, naive, nvfp4, mxfp4, mxfp6, mxfp8"
+    ),
+    exact="bit-equal; in bfloat16 after one rounding",
+    writes="pack-quantized, nvfp4, mxfp4",
+    bytes="yes, but for the packing before 0.11",
+    checked="compressed-tensors 0.20.1",
+)
 PACKED, SCALE = ".weight_packed", ".weight_scale"
 _BYTES = ("U8", "I8")
 #: (bits, type) of values with E8M0 scales -> (value, packed).

@@ -14,6 +14,7 @@ import numpy as np
 from polyquant.codec import unpack
 from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.facts import Facts
 from polyquant.files.layers import FLOAT_SCALES, Layer, Source, open_layers
 from polyquant.files.probe import Probe
 from polyquant.qtensor import QTensor
@@ -21,6 +22,11 @@ from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore
 
 NAME = "fp8"
+FACTS = Facts(
+    tool="DeepSeek, transformers",
+    reads=("e4m3 in squares, ragged too, under float or E8M0 scales; MXFP4 experts"),
+    exact="bit-equal",
+)
 _SUFFIXES = ("_scale_inv", "_qscale_weight", ".qscale_weight", ".scale")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from polyquant.codec import unpack
 from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.facts import Facts
 from polyquant.files.layers import Layer, Source, open_layers
 from polyquant.files.probe import Probe
 from polyquant.qtensor import QTensor
@@ -23,6 +24,11 @@ from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore
 
 NAME = "gemma"
+FACTS = Facts(
+    tool="transformers Gemma",
+    reads="2, 4 and 8 bits by row",
+    exact="bit-equal",
+)
 
 
 def why_not(probe: Probe) -> str | None:

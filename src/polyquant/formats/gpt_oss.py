@@ -16,6 +16,7 @@ import numpy as np
 from polyquant.codec import unpack
 from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.facts import Facts
 from polyquant.files.layers import Layer, Source, open_layers
 from polyquant.files.probe import Probe
 from polyquant.qtensor import QTensor
@@ -23,6 +24,11 @@ from polyquant.scheme import scheme as as_scheme
 from polyquant.values import QuantStore, QuantValue
 
 NAME = "gpt-oss"
+FACTS = Facts(
+    tool="OpenAI, transformers",
+    reads="stacks of experts in MXFP4",
+    exact="bit-equal",
+)
 _SUFFIXES = (("_blocks", "_scales"), (".blocks", ".scales"))
 
 

@@ -20,6 +20,7 @@ from polyquant.codec import pack, unpack
 from polyquant.errors import CorruptData, UnsupportedDtype
 from polyquant.files.assemble import assemble, numbers_of
 from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.facts import Facts
 from polyquant.files.info import TensorInfo
 from polyquant.files.layers import Layer, Source, open_layers
 from polyquant.files.probe import CONFIG, Probe
@@ -37,6 +38,14 @@ from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore, QuantValue
 
 NAME = "gptq"
+FACTS = Facts(
+    tool="GPTQModel, AutoGPTQ",
+    reads="2 to 8 bits, zero points of versions 1 and 2, act-order, split planes",
+    exact="bit-equal to float32",
+    writes="2, 3, 4 and 8 bits, version 2",
+    bytes="yes, of version 2",
+    checked="by hand, from the published layout",
+)
 #: Names of the format in configs -> whether zero points are stored less one.
 _VERSIONS: Mapping[Any, bool] = MappingProxyType(
     {None: True, "gptq": True, "gptq_v2": False, "gptq_p": False}

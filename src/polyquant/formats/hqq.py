@@ -20,12 +20,18 @@ from polyquant.arrays import HostArray
 from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.container import is_shape
+from polyquant.files.facts import Facts
 from polyquant.files.layers import Layer, Source, open_layers
 from polyquant.files.probe import Probe
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 
 NAME = "hqq"
+FACTS = Facts(
+    tool="HQQ",
+    reads="1, 2, 3, 4 and 8 bits, both axes; not its quantized scales",
+    exact="bit-equal; step by step in float16 and bfloat16",
+)
 _SUFFIX = ".W_q"
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from polyquant.errors import CorruptData
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.container import Container
+from polyquant.files.facts import Facts
 from polyquant.files.info import TensorInfo
 from polyquant.files.layers import Layer, Source, open_layers
 from polyquant.files.probe import CONFIG, Probe
@@ -35,6 +36,14 @@ from polyquant.qtensor import QTensor, from_parts
 from polyquant.scheme import QuantScheme
 
 NAME = "mlx"
+FACTS = Facts(
+    tool="MLX, mlx-lm; transformers metal",
+    reads=("affine 1 to 8 bits, mxfp4, mxfp8, nvfp4 with and without a global scale"),
+    exact="bit-equal to float32",
+    writes="the same, but for metal",
+    bytes="yes",
+    checked="mlx 0.32.4",
+)
 _MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 _GROUP_SIZES = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16}.items()
 

@@ -20,6 +20,7 @@ from polyquant.codec import unpack
 from polyquant.errors import CorruptData
 from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.facts import Facts
 from polyquant.files.layers import Layer, Source, open_layers
 from polyquant.files.probe import Probe
 from polyquant.qtensor import QTensor
@@ -27,6 +28,11 @@ from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore, QuantValue
 
 NAME = "modelopt"
+FACTS = Facts(
+    tool="NVIDIA ModelOpt",
+    reads="FP8 (tensor, row, square), MXFP8, MXFP4, NVFP4, INT4-AWQ",
+    exact="bit-equal",
+)
 SCALE = ".weight_scale"
 
 

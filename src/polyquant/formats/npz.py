@@ -19,10 +19,16 @@ from polyquant.arrays import HostArray
 from polyquant.errors import InvalidHeader, PolyquantError, UnreadableFile, UnsupportedDtype
 from polyquant.files.checkpoint import Checkpoint, Entry
 from polyquant.files.container import check_booleans, is_shape
+from polyquant.files.facts import Facts
 from polyquant.files.info import ARRAY_DTYPES, TensorInfo
 from polyquant.files.probe import Probe
 
 NAME = "npz"
+FACTS = Facts(
+    tool="NumPy",
+    reads="arrays of numbers",
+    exact="yes",
+)
 
 #: NumPy's own limit on the text of a member's header.
 _HEADER_LIMIT_BYTES = 10_000

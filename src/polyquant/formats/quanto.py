@@ -20,12 +20,18 @@ from polyquant.errors import InvalidHeader
 from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.container import is_shape
+from polyquant.files.facts import Facts
 from polyquant.files.layers import Layer, Source, open_layers
 from polyquant.files.probe import Probe
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 
 NAME = "quanto"
+FACTS = Facts(
+    tool="optimum-quanto",
+    reads="2, 4 and 8 bits, float8, both axes",
+    exact="bit-equal; step by step in bfloat16",
+)
 _MAPS = ("quantization_map.json", "quanto_qmap.json")
 _GROUPED, _PLAIN = "._data._data", "._data"
 

@@ -7,10 +7,19 @@ from functools import partial
 from polyquant.errors import UnknownFormat
 from polyquant.files.checkpoint import Checkpoint, Entry
 from polyquant.files.container import RawTensor
+from polyquant.files.facts import Facts
 from polyquant.files.info import FILE_DTYPES, TensorInfo
 from polyquant.files.probe import Probe
 
 NAME = "safetensors"
+FACTS = Facts(
+    tool="safetensors",
+    reads="plain arrays",
+    exact="yes",
+    writes="arrays, in every format above that is safetensors",
+    bytes="yes",
+    checked="safetensors 0.8",
+)
 
 
 #: Endings of names by which other tools store quantized weights.

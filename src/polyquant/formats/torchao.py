@@ -19,6 +19,7 @@ from polyquant.codec import unpack
 from polyquant.errors import CorruptData
 from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint
+from polyquant.files.facts import Facts
 from polyquant.files.layers import Layer, Source, open_layers
 from polyquant.files.probe import Probe
 from polyquant.files.strict_json import parse_object
@@ -27,6 +28,13 @@ from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore
 
 NAME = "torchao"
+FACTS = Facts(
+    tool="torchao",
+    reads=(
+        "Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor, MXTensor, NVFP4Tensor, swizzled too"
+    ),
+    exact="bit-equal; in bfloat16 within its rounding",
+)
 _NAMES = "tensor_names"
 #: Extents of the tiles of swizzled scales.
 _TILE = (128, 4)

@@ -17,6 +17,7 @@ from polyquant.data import TensorData, data_size_bytes, join
 from polyquant.errors import InvalidHeader, UnsupportedDtype, UnsupportedVersion
 from polyquant.files.checkpoint import Checkpoint, Entry
 from polyquant.files.container import check_booleans, is_shape, map_file, release_pages
+from polyquant.files.facts import Facts
 from polyquant.files.info import ARRAY_DTYPES, TensorInfo
 from polyquant.files.probe import Probe
 from polyquant.files.writing import PlannedWriter, Stored, laid_out
@@ -41,6 +42,14 @@ from polyquant.qtensor import QTensor, from_data
 __all__ = ["NAME", "VARIANTS", "open_checkpoint", "open_writer", "why_not", "why_not_hold"]
 
 NAME = "burnpack"
+FACTS = Facts(
+    tool="Burn",
+    reads="all symmetric schemes packed along the last axis, all dtypes",
+    exact="bit-equal (to the specification)",
+    writes="the same",
+    bytes="yes",
+    checked="cbor2 (the metadata)",
+)
 _KNOWN = ", ".join([*DTYPES, "Bool", "symmetric QFloat"])
 
 

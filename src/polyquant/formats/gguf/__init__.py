@@ -14,6 +14,7 @@ from polyquant.arrays import HostArray
 from polyquant.errors import InvalidHeader, UnsupportedDtype
 from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint, Entry
+from polyquant.files.facts import Facts
 from polyquant.files.info import TensorInfo
 from polyquant.files.probe import Probe
 from polyquant.formats.gguf import ternary
@@ -22,6 +23,20 @@ from polyquant.formats.gguf.types import ARRAY_TYPES, BLOCKS, TYPE_NAMES
 from polyquant.qtensor import QTensor
 
 NAME = "gguf"
+FACTS = Facts(
+    tool="llama.cpp",
+    reads=(
+        "all types of blocks and numbers, versions 2 and 3, both byte "
+        "orders; I2_S where its layout is told"
+    ),
+    exact="bit-equal",
+    writes="all types of blocks",
+    bytes=(
+        "yes, whole files too; but for bytes that ggml never writes (trits "
+        "in other bytes, signs of NVFP4 scales)"
+    ),
+    checked="gguf 0.19",
+)
 #: The metadata key under which a file's own types, version and order are kept for writing back.
 ORIGIN = "gguf"
 
