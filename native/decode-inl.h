@@ -133,6 +133,8 @@ constexpr int kGroup = 4 * kWidth;  // elements of a step of a Walker
 // kPerScale vectors share a scale (4: as many groups of 4 as the block has).
 template <int kPerScale, bool kOffset, class Fetch, class N>
 struct Walker {
+  // A minifloat's power of two goes into the scale: exact, as long as no scale is huge.
+  static constexpr bool kFolds = std::is_same_v<N, Float8>;
   const Fetch& fetch;
   const N& number;
   bool is_bias;
@@ -143,6 +145,7 @@ struct Walker {
 
   PQ_INLINE void load_scale() {
     s = set1(*scale++);
+    if constexpr (kFolds) s = mul(s, number.power);
     if constexpr (kOffset) o = set1(*offset++);
   }
   PQ_INLINE void begin_group() {
@@ -158,7 +161,11 @@ struct Walker {
     if constexpr (kPerScale < 4) {
       if (j % kPerScale == 0) load_scale();
     }
-    const F v = number(fetch(p));
+    F v;
+    if constexpr (kFolds)
+      v = number.bare(fetch(p));
+    else
+      v = number(fetch(p));
     p += fetch.step;
     if constexpr (kOffset) return is_bias ? add(mul(v, s), o) : mul(sub(v, o), s);
     return mul(v, s);
@@ -278,6 +285,16 @@ PQ_INLINE bool has_zero(const Grid& grid, int64_t grid_length, int64_t row, int6
          std::memchr(grid.data + row * grid_length + start, 0, static_cast<size_t>(count));
 }
 
+// Whether a Walker may go along a line with these scales.
+PQ_INLINE bool can_walk(const Weight& w, int64_t row, int64_t start, int64_t count,
+                        const float* scales) {
+  if (has_zero(w.scale, w.grid_length, row, start, count)) return false;
+  if (w.kind != Kind::kMinifloat) return true;
+  bool small = true;
+  for (int64_t i = 0; i < count; ++i) small &= scales[i] < 0x1p100f && scales[i] > -0x1p100f;
+  return small;
+}
+
 // Elements [start, start + count) of `lines` lines, count <= kSegment and start a multiple of 8:
 // line i to out + i * stride, and up to kWidth - 1 floats too many.
 __attribute__((noinline)) inline void decode_lines(const Weight& w, int64_t first_line,
@@ -297,7 +314,7 @@ __attribute__((noinline)) inline void decode_lines(const Weight& w, int64_t firs
         if (w.offset_kind != OffsetKind::kNone)
           grid_line(w.offset, w.grid_length, row, g0, blocks, offset);
         const uint8_t* p = codes_at(w, line, first_byte, bytes, codes);
-        const int64_t at = has_zero(w.scale, w.grid_length, row, g0, blocks) ? 0 : walk(p);
+        const int64_t at = can_walk(w, row, g0, blocks, scale) ? walk(p) : 0;
         if (at == count) continue;
         const int64_t g = (start + at) / w.block - g0;
         decode_any(w, fetch, number, p + at * w.bits / 8, start + at, count - at, scale + g,

@@ -163,7 +163,7 @@ PQ_INLINE void dot_lines(const Weight& w, const At& walker_at, const Packed& x, 
   for (int l = 0; l < kLines; ++l) {
     const int64_t line = first_line + n + l, row = w.grid_row(line);
     grid_line(w.scale, w.grid_length, row, 0, w.grid_length, scratch.scale[l]);
-    walks &= !has_zero(w.scale, w.grid_length, row, 0, w.grid_length);
+    walks &= can_walk(w, row, 0, w.grid_length, scratch.scale[l]);
     if (w.offset_kind != OffsetKind::kNone)
       grid_line(w.offset, w.grid_length, row, 0, w.grid_length, scratch.offset[l]);
     // The last bytes of all are left to the buffer, which may be read beyond its end.
@@ -269,7 +269,7 @@ PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed 
   const int64_t g0 = n / w.block, blocks = (n + kColumns - 1) / w.block - g0 + 1;
   const int64_t bytes = kColumns * w.bits / 8, line_bytes = w.line_bytes;
   const bool has_offset = w.offset_kind != OffsetKind::kNone;
-  const bool may_be_tiny = w.scale.number == Number::kUE8M0;
+  const bool may_be_odd = w.scale.number == Number::kUE8M0 || w.kind == Kind::kMinifloat;
   const bool own_rows = w.leading == 1 && w.lead_block[0] == 1;
   const FewScales scales(w, w.scale, g0, blocks), offsets(w, w.offset, g0, blocks);
   const uint8_t* p = w.data + first_line * line_bytes + n * w.bits / 8;
@@ -286,8 +286,8 @@ PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed 
     F left[kRows];
 #pragma GCC unroll 4
     for (int m = 0; m < kRows; ++m) left[m] = set1(x.data[m * x.stride + k]);
-    if (p <= last_safe && !(may_be_tiny && has_zero(w.scale, w.grid_length, row, g0, blocks))) {
-      scales(row, scale);
+    scales(row, scale);
+    if (p <= last_safe && (!may_be_odd || can_walk(w, row, g0, blocks, scale))) {
       if (has_offset) offsets(row, offset);
       auto walker = walker_at(p, scale, offset);
 #pragma GCC unroll 4

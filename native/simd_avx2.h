@@ -237,12 +237,13 @@ struct Float8 {
         shift(_mm_cvtsi32_si128(m.rest_shift)),
         power(set1(m.power)),
         has_nan(m.nan_code != 0) {}
-  F operator()(__m128i codes) const {
+  F operator()(__m128i codes) const { return mul(bare(codes), power); }
+  F bare(__m128i codes) const {  // before the power of two
     __m128i half = _mm_and_si128(_mm_sll_epi16(codes, shift), keep);
     if (has_nan)
       half = _mm_or_si128(half, _mm_and_si128(_mm_cmpeq_epi16(_mm_slli_epi16(half, 1), nan_code),
                                               _mm_set1_epi16(0x7e00)));
-    return mul(_mm256_cvtph_ps(half), power);
+    return _mm256_cvtph_ps(half);
   }
 };
 

@@ -207,13 +207,14 @@ struct Float8 {
         shift(_mm_cvtsi32_si128(m.rest_shift)),
         power(set1(m.power)),
         has_nan(m.nan_code != 0) {}
-  F operator()(__m256i codes) const {
+  F operator()(__m256i codes) const { return mul(bare(codes), power); }
+  F bare(__m256i codes) const {  // before the power of two
     __m256i half = _mm256_and_si256(_mm256_sll_epi16(codes, shift), keep);
     if (has_nan) {
       const __mmask16 nan = _mm256_cmpeq_epi16_mask(_mm256_slli_epi16(half, 1), _mm256_slli_epi16(nan_code, 1));
       half = _mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7e00));
     }
-    return mul(_mm512_cvtph_ps(half), power);
+    return _mm512_cvtph_ps(half);
   }
 };
 

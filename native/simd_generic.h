@@ -202,7 +202,9 @@ struct Word : Byte {
   Word() : Byte(8) {}
 };
 struct Float8 : Mini {
+  F power = set1(1.0f);
   using Mini::Mini;
+  F bare(const I& codes) const { return (*this)(codes); }
 };
 
 struct Table256 {
