@@ -193,7 +193,8 @@ def _divisor(scheme: QuantScheme, params: Params) -> Divisor:
         return Divisor(flush(dequantize(scales, None)), None)
     xp = namespace(scales)
     if scheme.scale is ScaleDtype.UE8M0:
-        numbers = np.concatenate([[TINY], scale_grid(ScaleDtype.UE8M0)[1:]]).astype(np.float32)
+        numbers = np.concatenate([[TINY], scale_grid(ScaleDtype.UE8M0)[1:], [np.nan]])
+        numbers = numbers.astype(np.float32)
         is_zero = scales == 0
         if known(xp.any(is_zero)) is False:
             return Divisor(_take(scales, numbers), None)

@@ -15,11 +15,12 @@ import numpy as np
 
 from polyquant.arrays import HostArray
 from polyquant.codec import pack, unpack
-from polyquant.data import host_dtype, parts, stored_shape
-from polyquant.errors import InvalidTensor
+from polyquant.data import Part, host_dtype, parts, stored_shape
+from polyquant.errors import CorruptData, InvalidTensor
 from polyquant.qtensor import QTensor, from_parts
 from polyquant.scheme import QuantScheme
 from polyquant.tables import named_table
+from polyquant.values import ScaleDtype
 
 
 def assemble(
@@ -52,7 +53,18 @@ def assemble(
             _check_size(scheme, shape, part.name, array, math.prod(part.shape))
             stored = np.ascontiguousarray(array, host_dtype(part.dtype))
             made[part.name] = stored.reshape(part.shape)  # which a 0-d array has lost
+            check_scales(made[part.name], part)
     return from_parts(made, scheme, shape, axes=order, device="numpy")
+
+
+def check_scales(scales: HostArray, part: Part) -> None:
+    """Refuse 8-bit scales that are not a number: no two tools agree on what those mean."""
+    if not part.name.endswith("scales") or part.dtype != "uint8":
+        return
+    limit = 0xFE if part.scheme.scale is ScaleDtype.UE8M0 else 0x7E
+    if (scales > limit).any():
+        reason = f"{int((scales > limit).sum())} of its {part.scheme.scale} scales are no numbers"
+        raise CorruptData(what=part.name, reason=reason)
 
 
 def _check_size(

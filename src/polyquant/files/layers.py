@@ -7,13 +7,14 @@ the file stays a plain array under its own name.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from polyquant.arrays import HostArray
-from polyquant.errors import InvalidHeader, UnknownFormat, UnsupportedDtype
+from polyquant.errors import CorruptData, InvalidHeader, UnknownFormat, UnsupportedDtype
 from polyquant.files.checkpoint import Checkpoint, Entry
 from polyquant.files.container import Container, RawTensor
 from polyquant.files.info import FILE_DTYPES, TensorInfo
@@ -114,10 +115,12 @@ def _shape_text(shape: Sequence[int | None]) -> str:
 def open_layers(probe: Probe, source: Source, layers: Iterable[Layer]) -> Checkpoint:
     """A checkpoint of the layers, and of the arrays that none of them uses.
 
-    Raises InvalidHeader where two tensors would have one name.
+    Raises InvalidHeader where two tensors would have one name, or a layer has no elements.
     """
     by_use: dict[str, Layer] = {}
     for layer in layers:
+        if not math.prod(layer.shape):
+            raise source.fail(f"tensor {layer.name!r} of {layer.shape} has no elements")
         for name in layer.uses:
             if name in by_use:
                 raise source.fail(f"tensor {name!r} would be of two layers")
@@ -128,7 +131,7 @@ def open_layers(probe: Probe, source: Source, layers: Iterable[Layer]) -> Checkp
         if owner is None:
             made = Entry(_plain_info(file.tensors[name]), partial(source.read, name))
         else:
-            made = Entry(_info(source, owner), owner.read)
+            made = Entry(_info(source, owner), partial(_read, source, owner))
         held = entries.setdefault(made.info.name, made)
         if held.info != made.info:
             raise source.fail(f"two tensors would have the name {made.info.name!r}")
@@ -141,6 +144,16 @@ def open_layers(probe: Probe, source: Source, layers: Iterable[Layer]) -> Checkp
     return Checkpoint(
         probe.path, source.format, metadata, entries, release=source.container.release
     )
+
+
+def _read(source: Source, layer: Layer) -> QTensor:
+    """A layer's tensor; what is corrupt of it is told with its name and its file."""
+    try:
+        return layer.read()
+    except CorruptData as error:
+        what = f"Tensor {layer.name!r} of {source.path}"
+        reason = f"{error.facts['what']}: {error.facts['reason']}"
+        raise CorruptData(what=what, reason=reason) from error
 
 
 def _plain_info(raw: RawTensor) -> TensorInfo:

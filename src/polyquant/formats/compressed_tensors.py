@@ -277,8 +277,6 @@ def _read_packed_floats(
     }
     if scheme.tensor_scale is not None:
         numbers["tensor_scale"] = source.read(f"{base}.weight_global_scale")
-        if (numbers["scales"] >= 0x80).any():
-            raise CorruptData(what=f"Tensor '{base}{SCALE}'", reason="it has negative scales")
     return assemble(scheme, shape, numbers)
 
 

@@ -80,7 +80,8 @@ def _layers(source: Source) -> Iterator[Layer]:
     config = source.config
     bits, group_size = source.number("bits"), source.number("group_size")
     version = config.get("checkpoint_format", config.get("format"))
-    if version not in _VERSIONS or not 2 <= bits <= 8 or not (group_size == -1 or group_size > 0):
+    is_known = version is None or (isinstance(version, str) and version in _VERSIONS)
+    if not is_known or not 2 <= bits <= 8 or not (group_size == -1 or group_size > 0):
         variant = f"{version} of {bits} bits in groups of {group_size}"
         raise source.refuse("the config", variant, [v for v in _VERSIONS if v])
     if config.get("dynamic"):

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from polyquant.errors import CorruptData
+from polyquant.data import parts as stored_parts
+from polyquant.files.assemble import check_scales
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.container import Container
 from polyquant.files.facts import Facts
@@ -132,8 +133,9 @@ def _read(
 ) -> QTensor:
     words = source.read(uses[0])
     parts = {"data": words.view(np.uint8), "scales": source.read(uses[1])}
-    if scheme.scale == "ue4m3" and (parts["scales"] >= 0x80).any():
-        raise CorruptData(what=f"Tensor {uses[1]!r}", reason="it has negative scales")
+    for part in stored_parts(scheme, shape):
+        if part.name == "scales":
+            check_scales(parts["scales"], part)
     if scheme.offset is not None:
         parts["offsets"] = source.read(uses[2])
     if scheme.tensor_scale is not None:

@@ -17,7 +17,6 @@ import numpy as np
 
 from polyquant.arrays import HostArray
 from polyquant.codec import unpack
-from polyquant.errors import CorruptData
 from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.facts import Facts
@@ -65,14 +64,15 @@ def _layers(source: Source) -> Iterator[Layer]:
 
 def _group_size(source: Source, facts: Mapping[str, Any]) -> int | None:
     """The group size of the config, wherever it stands."""
-    sizes = {facts.get("group_size")}
+    sizes = [facts.get("group_size")]
     groups = facts.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        sizes.add(weights.get("group_size") if isinstance(weights, Mapping) else None)
-    found = {size for size in sizes if size is not None}
-    if len(found) > 1 or not all(type(size) is int and size > 0 for size in found):
-        raise source.fail(f"its config has no one group_size, but {sorted(map(str, found))}")
+        sizes.append(weights.get("group_size") if isinstance(weights, Mapping) else None)
+    given = [size for size in sizes if size is not None]
+    if not all(type(size) is int and size > 0 for size in given) or len(set(given)) > 1:
+        raise source.fail(f"its config has no one group_size, but {given}")
+    found = set(given)
     return next(iter(found), None)
 
 
@@ -96,8 +96,6 @@ def _read(source: Source, base: str, scheme: QuantScheme, shape: tuple[int, int]
         numbers["codes"] = unpack(np, data, shape[1], scheme.value, QuantStore.PACKED_NATIVE)
     if scheme.scale in ("ue8m0", "ue4m3"):
         numbers["scales"] = scales.view(np.uint8)
-    if scheme.scale == "ue4m3" and (numbers["scales"] >= 0x80).any():
-        raise CorruptData(what=f"Tensor '{base}{SCALE}'", reason="it has negative scales")
     if scheme.tensor_scale is not None:
         numbers["tensor_scale"] = source.read(f"{base}.weight_scale_2")
     return assemble(scheme, shape, numbers)

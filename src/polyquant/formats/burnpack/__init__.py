@@ -98,7 +98,7 @@ def _metadata(form: dict[str, Any], path: Path) -> dict[str, str]:
     texts, scalars = (_member(form, name, path) for name in ("metadata", "scalars"))
     if not all(isinstance(text, str) for text in texts.values()):
         raise InvalidHeader(path=path, reason="its metadata are not texts")
-    tensors = form["tensors"]
+    tensors = _member(form, "tensors", path)
     ids = {name: t["param_id"] for name, t in tensors.items() if "param_id" in t}
     kinds = {name: t["dtype"] for name, t in tensors.items() if not _is_quantized(t["dtype"])}
     origin = {"param_ids": ids, "scalars": scalars, "dtypes": kinds}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from polyquant.arrays import HostArray
-from polyquant.errors import InvalidHeader, UnsupportedDtype
+from polyquant.errors import CorruptData, InvalidHeader, UnsupportedDtype
 from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint, Entry
 from polyquant.files.facts import Facts
@@ -160,7 +160,20 @@ def _read_array(file: Gguf, info: Info, dtype: np.dtype[Any]) -> HostArray:
 
 
 def _read_blocks(file: Gguf, info: Info, name: str) -> QTensor:
+    """A tensor of blocks; what is corrupt of it is told with its name and its file."""
+    try:
+        return _decoded_blocks(file, info, name)
+    except CorruptData as error:
+        what = f"Tensor {info.name!r} of {file.path}"
+        reason = f"{error.facts['what']}: {error.facts['reason']}"
+        raise CorruptData(what=what, reason=reason) from error
+
+
+def _decoded_blocks(file: Gguf, info: Info, name: str) -> QTensor:
     block = BLOCKS[name]
     count = math.prod(info.shape) // block.elements
     blocks = _raw(file, info, count * block.size_bytes).view(block.dtype(file.order))
+    if not count:  # nothing to read, but its arrays have their shapes
+        one = block.unpack(np.zeros(1, block.dtype(file.order)))
+        return assemble(block.scheme, info.shape, {name: array[:0] for name, array in one.items()})
     return assemble(block.scheme, info.shape, block.unpack(blocks))

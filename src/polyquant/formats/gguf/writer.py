@@ -140,12 +140,14 @@ def _encoded(tensor: HostArray | QTensor, kind: str, order: str) -> HostArray:
         return raw.view(f"<u{raw.itemsize}").astype(f"{order}u{raw.itemsize}")
     block = BLOCKS[kind]
     count = tensor.size // block.elements
+    made = np.zeros(count, block.dtype(order))
+    if not count:
+        return made
     numbers = {
         name: array.reshape(count, -1)
         for name, array in numbers_of(tensor).items()
         if not name.endswith("table")
     }
-    made = np.zeros(count, block.dtype(order))
     for name, array in block.pack(numbers).items():
         made[name] = array.reshape(made[name].shape)
     return made
