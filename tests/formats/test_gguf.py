@@ -174,6 +174,30 @@ def test_keys_that_are_not_of_their_type(tmp_path: Path) -> None:
         open_writer(tmp_path / "x.gguf", [], metadata)
 
 
+def test_a_model_in_parts(tmp_path: Path) -> None:
+    tensors = {
+        f"t{i}": pq.quantize(np.full((2, 64), i + 1.0, np.float32), "q8f/32:f16") for i in range(3)
+    }
+    for i, (name, tensor) in enumerate(tensors.items()):
+        keys = {"general.name": "x", "split.no": str(i), "split.count": "3"}
+        keys["gguf"] = json.dumps({"types": {"split.no": "u16", "split.count": "u16"}})
+        path = tmp_path / f"m-0000{i + 1}-of-00003.gguf"
+        plan = [pq.formats.TensorInfo.of(name, tensor)]
+        with open_writer(path, plan, keys) as writer:
+            writer.write(name, tensor)
+    for path in (tmp_path, tmp_path / "m-00001-of-00003.gguf", tmp_path / "m-00002-of-00003.gguf"):
+        with pq.open_checkpoint(path) as ck:
+            assert list(ck) == list(tensors) and ck.metadata["general.name"] == "x"
+            assert "split.no" not in ck.metadata
+            for name, tensor in tensors.items():
+                assert ck[name].to_data() == tensor.to_data()
+    whole = copy(tmp_path, tmp_path / "whole.gguf")
+    assert set(open_gguf(whole).infos) == set(tensors)
+    (tmp_path / "m-00002-of-00003.gguf").unlink()
+    with pytest.raises(InvalidHeader, match="missing, the first 'm-00002"):
+        pq.open_checkpoint(tmp_path / "m-00001-of-00003.gguf")
+
+
 @needs_gguf
 @pytest.mark.parametrize("name", names("gguf"))
 def test_the_gguf_package_reads_what_we_write(name: str, tmp_path: Path) -> None:

@@ -156,7 +156,12 @@ CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], type[Exception]]] = {
     "other groups": ("gptq/w4_g64_asym_v1", {"group_size": 32}, InvalidHeader),
     "no bits": ("gptq/w4_g64_asym_v1", {"bits": None}, InvalidHeader),
     "a new version": ("gptq/w4_g64_asym_v1", {"checkpoint_format": "gptq_v9"}, UnsupportedDtype),
-    "modules of their own": ("gptq/w4_g64_asym_v1", {"dynamic": {"a": {}}}, UnsupportedDtype),
+    "no pattern": ("gptq/w4_g64_asym_v1", {"dynamic": {"(": {}}}, InvalidHeader),
+    "modules of other bits": (
+        "gptq/w4_g64_asym_v1",
+        {"dynamic": {r"+:.*real_c": {"bits": 8}}},
+        InvalidHeader,
+    ),
     "another layout": ("awq/gemm_g128", {"version": "gemv"}, InvalidHeader),
     "an unknown layout": ("awq/gemm_g128", {"version": "exllama"}, UnsupportedDtype),
     "no groups": ("compressed-tensors/nvfp4_a16", {"config_groups": {}}, InvalidHeader),
@@ -178,6 +183,55 @@ def test_configs_that_contradict_the_file(what: str) -> None:
     config = {"quantization_config": made.meta["quantization_config"] | change}
     with pytest.raises(error):
         pq.open_checkpoint(made.path, config=config)
+
+
+def test_modules_with_facts_of_their_own() -> None:
+    if names("gptq")[0] == "":
+        pytest.skip("no fixtures")
+    made = fixture("gptq/w4_g64_asym_v1")
+    dynamic = {"-:.*head": {}, r"+:.*(nasty|real_c)": {"bits": 4, "group_size": 64}, ".*": {}}
+    wrong = {"bits": 8, "group_size": 32, "dynamic": dynamic}
+    config = {"quantization_config": made.meta["quantization_config"] | wrong}
+    with pq.open_checkpoint(made.path, config=config) as ck:
+        for name, wanted in made.expected().items():
+            assert_same(ck[name], wanted)
+
+
+def save_by_hand(path: Path, tensors: dict[str, Any]) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({name: torch.as_tensor(tensor) for name, tensor in tensors.items()}, path)
+    return path
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (3, 1)])
+def test_fp8_of_one_scale_or_one_a_row(shape: Any, tmp_path: Path) -> None:
+    import torch
+
+    weight = torch.arange(-12, 12).reshape(3, 8).to(torch.float8_e4m3fn)
+    scale = torch.arange(1, 1 + int(np.prod(shape, dtype=int))).float().reshape(shape) / 3
+    path = save_by_hand(tmp_path / "x.safetensors", {"a.weight": weight, "a.weight_scale": scale})
+    with pq.open_checkpoint(path, config={"quant_method": "fbgemm_fp8"}) as ck:
+        wanted = weight.float() * (scale if scale.ndim != 1 else scale[:, None])
+        np.testing.assert_array_equal(ck["a.weight"].dequantize(), wanted.numpy())
+
+
+def test_a_map_that_is_not_used(tmp_path: Path) -> None:
+    if names("compressed-tensors")[0] == "":
+        pytest.skip("no fixtures")
+    made = fixture("compressed-tensors/pack_w4_g128_sym")
+    with pq.open_checkpoint(made.path, format="safetensors") as raw:
+        tensors = {name: np.array(raw[name]) for name in raw}
+    layers = {name.removesuffix(".weight_packed") for name in tensors if "packed" in name}
+    for layer in layers:
+        columns = int(tensors[f"{layer}.weight_shape"][1])
+        tensors[f"{layer}.weight_g_idx"] = np.full(columns, -1, np.int32)
+    path = save_by_hand(tmp_path / "x.safetensors", tensors)
+    with pq.open_checkpoint(path, config=made.config) as ck:
+        for name, wanted in made.expected().items():
+            assert not ck.info(name).scheme.grouped
+            assert_same(ck[name], wanted)
 
 
 def test_codes_that_mean_nothing(tmp_path: Path) -> None:

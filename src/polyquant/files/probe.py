@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -143,6 +144,7 @@ class Probe:
                 return self.path / name
         for suffix in _SUFFIXES:
             found = [n for n in names if n.endswith(suffix) and not n.startswith(".")]
+            found = [n for n in found if _is_first(n)] or found
             found = [n for n in found if n.removesuffix(".index.json") not in names] or found
             if len(found) == 1:
                 return self.path / found[0]
@@ -151,6 +153,12 @@ class Probe:
                 raise UnknownFormat(path=self.path, reason=reason, known=", ".join(_SUFFIXES))
         reason = "the folder holds no file of tensors"
         raise UnknownFormat(path=self.path, reason=reason, known=", ".join(_SUFFIXES))
+
+
+def _is_first(name: str) -> bool:
+    """Whether a name is not that of a later part of a GGUF file in parts."""
+    part = re.search(r"-(\d{5})-of-\d{5}\.gguf$", name)
+    return part is None or part[1] == "00001"
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:

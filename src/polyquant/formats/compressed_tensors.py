@@ -189,10 +189,11 @@ def _packed_integers(source: Source, base: str, weights: Mapping[str, Any]) -> L
         if found.shape[0] not in words_of_zeros:
             raise source.fail(f"tensor {zero_name!r} has no zero point for each of {rows} rows")
         uses.append(zero_name)
-    is_grouped = map_name in source
-    if is_grouped:
+    is_grouped = False
+    if map_name in source:
         source.expect(map_name, ("I32",), (columns,))
         uses.append(map_name)
+        is_grouped = not (source.read(map_name) == -1).any()  # -1: there, and not used
     scheme = QuantScheme(
         f"u{bits}" if is_affine else f"q{bits}f",
         block=block,

@@ -1,11 +1,14 @@
 """DeepSeek's FP8: squares of e4m3 under float scales, and its experts in MXFP4.
 
+The same method of vLLM and of fbgemm has one ``weight_scale``, for the tensor or for each row.
+
 ``weight_scale_inv`` multiplies, whatever its name says. Blocks at the edges are partial: their size
 is ``weight_block_size`` of the config, never the weight's shape over the grid's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -24,17 +27,19 @@ from polyquant.values import QuantStore
 NAME = "fp8"
 FACTS = Facts(
     tool="DeepSeek, transformers",
-    reads=("e4m3 in squares, ragged too, under float or E8M0 scales; MXFP4 experts"),
+    reads=(
+        "e4m3 in squares, ragged too, by row or tensor, under float or E8M0 scales; MXFP4 experts"
+    ),
     exact="bit-equal",
 )
-_SUFFIXES = ("_scale_inv", "_qscale_weight", ".qscale_weight", ".scale")
+_METHODS = (NAME, "fbgemm_fp8")
 
 
 def why_not(probe: Probe) -> str | None:
     """Why a path is not of this format."""
     if probe.container is None:
         return "it is not a safetensors file"
-    if NAME in (probe.method, probe.format):
+    if probe.method in _METHODS or probe.format == NAME:
         return None
     return f"its config has the quant_method {probe.method!r}"
 
@@ -48,7 +53,7 @@ def open_checkpoint(probe: Probe) -> Checkpoint:
 def _layers(source: Source) -> Iterator[Layer]:
     for name in source.names(".weight"):
         weight = f"{name}.weight"
-        found = [f"{weight}_scale_inv", f"{name}.scale", f"{name}.qscale_weight"]
+        found = [f"{weight}_scale_inv", f"{weight}_scale", f"{name}.scale", f"{name}.qscale_weight"]
         scales = [scale for scale in found if scale in source]
         dtype = source.raw(weight).dtype
         if dtype == "F8_E4M3" and not scales:
@@ -62,7 +67,13 @@ def _layer(source: Source, weight: str, scale_name: str) -> Layer:
     rows, columns = raw.shape
     scales = source.raw(scale_name)
     scale = dict(FLOAT_SCALES).get(scales.dtype, "ue8m0")
-    if raw.dtype == "F8_E4M3":
+    if raw.dtype == "F8_E4M3" and scale_name.endswith(".weight_scale"):
+        grid = scales.shape
+        if grid not in ((), (1,), (rows,), (rows, 1), (1, 1)):
+            raise source.fail(f"tensor {scale_name!r} of {grid} is no scale of {rows} rows")
+        block = None if math.prod(grid) == 1 else -1
+        scheme = QuantScheme("e4m3", block=block, scale=scale)
+    elif raw.dtype == "F8_E4M3":
         high, wide = _block_size(source)
         grid = (-(-rows // high), -(-columns // wide))
         scheme = QuantScheme("e4m3", block=(high, wide), scale=scale)

@@ -7,6 +7,7 @@ less one, as whole words less one in each field, so that a field of zero borrows
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -78,16 +79,37 @@ def open_checkpoint(probe: Probe) -> Checkpoint:
 
 def _layers(source: Source) -> Iterator[Layer]:
     config = source.config
-    bits, group_size = source.number("bits"), source.number("group_size")
     version = config.get("checkpoint_format", config.get("format"))
     is_known = version is None or (isinstance(version, str) and version in _VERSIONS)
-    if not is_known or not 2 <= bits <= 8 or not (group_size == -1 or group_size > 0):
-        variant = f"{version} of {bits} bits in groups of {group_size}"
-        raise source.refuse("the config", variant, [v for v in _VERSIONS if v])
-    if config.get("dynamic"):
-        raise source.refuse("the config", "bits that differ by module (dynamic)", ["one for all"])
+    if not is_known:
+        raise source.refuse("the config", version, [v for v in _VERSIONS if v])
     for base in source.names(".qweight"):
+        facts = _facts(source, base)
+        bits, group_size = source.number("bits", facts), source.number("group_size", facts)
+        if not 2 <= bits <= 8 or not (group_size == -1 or group_size > 0):
+            raise source.refuse(base, f"{bits} bits in groups of {group_size}", range(2, 9))
         yield _layer(source, base, bits, group_size, str(version or NAME))
+
+
+def _facts(source: Source, base: str) -> Mapping[str, Any]:
+    """The config's general facts, and over them those of the first pattern that a module matches.
+
+    ``dynamic`` maps patterns to facts; one that begins with ``-:`` names modules that are not
+    quantized, and so have no ``qweight``.
+    """
+    dynamic = source.config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise source.fail("dynamic of its config is no object")
+    for pattern, own in dynamic.items():
+        if pattern.startswith("-:") or not isinstance(own, Mapping):
+            continue
+        try:
+            found = re.match(pattern.removeprefix("+:"), base)
+        except re.error as error:
+            raise source.fail(f"{pattern!r} of its config is no pattern ({error})") from None
+        if found is not None:
+            return {**source.config, **own}
+    return source.config
 
 
 def _layer(source: Source, base: str, bits: int, group_size: int, version: str) -> Layer:

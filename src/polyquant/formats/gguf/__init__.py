@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,45 +49,84 @@ def why_not(probe: Probe) -> str | None:
 
 
 def open_checkpoint(probe: Probe) -> Checkpoint:
-    """Open a file: its keys are metadata, its tensors have numpy's order of axes.
+    """Open a file, or all parts of which it is one: its keys are metadata, axes are NumPy's.
 
     Raises UnreadableFile, InvalidHeader, UnsupportedVersion, UnsupportedDtype (a type of ggml that
     no file should hold, or one whose bytes do not say what they mean).
     """
-    file = open_gguf(probe.file)
+    files = [open_gguf(path) for path in parts_of(probe.file)]
     i2_s = probe.config.get("i2_s") if probe.is_configured else None
-    entries = {name: _entry(file, info, i2_s) for name, info in file.infos.items()}
-    _check_places(file, entries)
-    return Checkpoint(probe.path, NAME, Keys(file), entries, release=file.release)
+    entries: dict[str, Entry] = {}
+    for file in files:
+        own = {name: _entry(file, info, i2_s) for name, info in file.infos.items()}
+        _check_places(file, own)
+        twice = next((name for name in own if name in entries), None)
+        if twice is not None:
+            reason = f"tensor {twice!r} stands in another part too"
+            raise InvalidHeader(path=file.path, reason=reason)
+        entries |= own
+
+    def release() -> None:
+        for file in files:
+            file.release()
+
+    return Checkpoint(probe.path, NAME, Keys(files), entries, release=release)
+
+
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The file, or all parts of a model of which it is one (``NAME-00001-of-00003.gguf``).
+
+    Raises InvalidHeader where one is missing.
+    """
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    stem, count = found[1], int(found[3])
+    if not 1 <= int(found[2]) <= count:
+        raise InvalidHeader(path=path, reason=f"there is no part {found[2]} of {found[3]}")
+    parts = [path.with_name(f"{stem}-{n:05}-of-{found[3]}.gguf") for n in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        reason = f"{len(missing)} of its {count} parts are missing, the first {missing[0]!r}"
+        raise InvalidHeader(path=path, reason=reason)
+    return parts
 
 
 class Keys(Mapping[str, str]):
     """The keys of a file as texts, read when asked for; ``gguf`` has what texts do not say."""
 
-    def __init__(self, file: Gguf) -> None:
-        self._file = file
+    def __init__(self, files: Sequence[Gguf]) -> None:
+        self._file, self._files = files[0], files
+        #: Which part of how many a file is says nothing of the whole.
+        self._keys = {k: v for k, v in self._file.keys.items() if not k.startswith("split.")}
+        if len(files) == 1:
+            self._keys = dict(self._file.keys)
 
     def __getitem__(self, key: str) -> str:
         if key == ORIGIN:
             return self._origin()
-        return self._file.keys[key].text
+        return self._keys[key].text
 
     def __iter__(self) -> Iterator[str]:
-        yield from (key for key in self._file.keys if key != ORIGIN)
+        yield from (key for key in self._keys if key != ORIGIN)
         yield ORIGIN
 
     def __len__(self) -> int:
-        return len(self._file.keys.keys() | {ORIGIN})
+        return len(self._keys.keys() | {ORIGIN})
 
     def _origin(self) -> str:
         file = self._file
         form = {
             "version": file.version,
             "order": "little" if file.order == "<" else "big",
-            "types": {key: value.type_text for key, value in file.keys.items()},
+            "types": {key: value.type_text for key, value in self._keys.items()},
             "tensors": {
                 name: TYPE_NAMES.get(info.type_id, ternary.NAME)
-                for name, info in file.infos.items()
+                for part in self._files
+                for name, info in part.infos.items()
             },
         }
         return json.dumps(form)
