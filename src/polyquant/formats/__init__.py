@@ -78,9 +78,10 @@ def open_checkpoint(
 
     Args:
         path: a file, a ``.safetensors.index.json``, or a folder that holds one of those.
-        format: a name in ``FORMATS``; None to recognise it.
-        config: the model's config (or its path) where the format needs it; None for the
-            config.json beside the file.
+        format: a name in ``FORMATS``; None to recognise it by what the file declares.
+        config: the model's config, the part of it that is about quantization, or its path; None
+            for what the file itself or the config.json beside it says. ``shapes`` in it tells two
+            formats the shapes of weights that their files leave out, ``i2_s`` a layout of GGUF.
 
     Raises:
         UnreadableFile, UnknownFormat, UnknownName (of ``format``), InvalidHeader, UnknownScheme,
