@@ -543,6 +543,29 @@ class Coder {
     }, saturates);
   }
 
+  // For every block, which lies in one line, the sum of magnitudes; with divisors, and the number of
+  // every code, that of the squared errors.
+  void block_sums(const Array& x, const Writable& out, const std::vector<int64_t>& shape,
+                  const std::vector<int64_t>& block, const std::optional<Array>& numbers,
+                  const std::optional<Array>& divisor, const std::optional<Array>& half,
+                  const std::optional<Array>& offset, bool saturates, int threads) const {
+    const Weight w = geometry(shape, block);
+    const Activations a = lines_of(x, w);
+    const int64_t blocks = grid_size(w);
+    require(blocks == w.lines * w.grid_length, "a block may not span lines here");
+    double* const sums = pointer<double>(out, blocks, "a float64 per block is wanted");
+    const auto optional = [&](const std::optional<Array>& grid) {
+      return grid ? pointer<const float>(*grid, blocks, "a float32 per block is wanted") : nullptr;
+    };
+    const Divisors by{optional(divisor), optional(half), optional(offset)};
+    const float* const values = numbers ? pointer<const float>(*numbers, 256, "256 numbers") : nullptr;
+    require(!values || (by.value && (e_.offset_kind == OffsetKind::kNone || by.offset)),
+            "divisors or offsets are missing");
+    run(w, threads, [&](const Kernels& k, const Encoder& e, int64_t first, int64_t last) {
+      k.block_sums(w, a, e, by, values, first, last, sums);
+    }, saturates);
+  }
+
   // Scales and codes of x, whose blocks lie in one line each.
   void quantize(const Array& x, Writable out, Writable scales, const std::vector<int64_t>& shape,
                 const std::vector<int64_t>& block, int number, float range, int threads) const {
@@ -675,6 +698,10 @@ NB_MODULE(_native, m) {
       .def("encode", &pq::Coder::encode, nb::arg("x"), nb::arg("out"), nb::arg("shape"),
            nb::arg("block"), nb::arg("divisor"), nb::arg("half").none(), nb::arg("offset").none(),
            nb::arg("saturates"), nb::arg("threads"))
+      .def("block_sums", &pq::Coder::block_sums, nb::arg("x"), nb::arg("out"), nb::arg("shape"),
+           nb::arg("block"), nb::arg("numbers").none(), nb::arg("divisor").none(),
+           nb::arg("half").none(), nb::arg("offset").none(), nb::arg("saturates"),
+           nb::arg("threads"))
       .def("quantize", &pq::Coder::quantize, nb::arg("x"), nb::arg("out"), nb::arg("scales"),
            nb::arg("shape"), nb::arg("block"), nb::arg("number"), nb::arg("range"),
            nb::arg("threads"));

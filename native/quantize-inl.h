@@ -334,7 +334,9 @@ template <class Piece>
 PQ_INLINE void each_piece(const Weight& w, const Activations& x, const Encoder& e, int64_t step,
                           int64_t first, int64_t last, const Codes& to, const Piece& piece) {
   const int64_t together = x.column_stride == 1 ? 1 : kLinesRead;
-  const bool in_place = x.column_stride == 1 && x.type == Float::kF32 && !e.saturates;
+  // Blocks are read by whole vectors, so one that ends within a vector reads beyond itself.
+  const bool ends_whole = w.block % kWidth == 0 || w.grid_length == 1;
+  const bool in_place = x.column_stride == 1 && x.type == Float::kF32 && !e.saturates && ends_whole;
   const int64_t stride = (w.length + 63) / 64 * 64 + 64, room = (step + 63) / 64 * 64 + 16;
   float* const some = new float[static_cast<size_t>(together * room + together * stride / 4)];
   uint8_t* const fields = reinterpret_cast<uint8_t*>(some + together * room);
@@ -419,6 +421,76 @@ inline void quantize(const Weight& w, const Activations& x, const Encoder& e, co
     const int64_t step = w.block < kSegment ? kSegment / w.block * w.block : w.block;
     each_piece(w, x, e, step, first, last, to, piece);
   });
+}
+
+// -- sums that calibrations choose by -----------------------------------------------------------
+
+// The sum of `count` numbers by halving, which it overwrites: an order that depends on count alone.
+PQ_INLINE double fixed_sum(double* v, int64_t count) {
+  while (count > 1) {
+    const int64_t half = count / 2;
+    for (int64_t i = 0; i < half; ++i) v[i] += v[half + i];
+    if (count % 2) v[half] = v[count - 1];
+    count = half + count % 2;
+  }
+  return count ? v[0] : 0.0;
+}
+
+// The errors of one block's round trip, squared.
+template <class C>
+PQ_INLINE void squared_errors(const C& code, const Encoder& e, Factor by, float scale, bool half,
+                              float offset, const float* numbers, const float* x, int64_t count,
+                              double* out) {
+  alignas(64) float errors[2][kWidth];
+  for (int64_t i = 0; i < count; i += kWidth) {
+    const F from = mul(load(x + i), set1(1.0f));  // subnormals as zeros
+    F t = from;
+    if (e.offset_kind == OffsetKind::kBias) t = sub(t, set1(offset));
+    if (by.before != 1.0f) t = mul(t, set1(by.before));
+    F v = gather(numbers, code(mul(t, set1(by.reciprocal))));
+    if (e.offset_kind == OffsetKind::kZeroPoint) v = sub(v, set1(offset));
+    if (half) v = mul(v, set1(0.5f));
+    v = mul(v, set1(scale));
+    if (e.offset_kind == OffsetKind::kBias) v = add(v, set1(offset));
+    store(errors[0], v);
+    store(errors[1], from);
+    for (int j = 0; j < kWidth; ++j) {  // may write too far: the caller's zeros come later
+      const double error = static_cast<double>(errors[0][j]) - static_cast<double>(errors[1][j]);
+      out[i + j] = error * error;
+    }
+  }
+}
+
+// Per block of lines [first, last), each in one line: the sum of magnitudes, or (with numbers, the
+// value of every code) of the squared errors that quantizing by known divisors makes.
+inline void block_sums(const Weight& w, const Activations& x, const Encoder& e, const Divisors& by,
+                       const float* numbers, int64_t first, int64_t last, double* out) {
+  [[maybe_unused]] const FlushSubnormals mode;
+  float* const values = new float[static_cast<size_t>(w.block + 64)];
+  double* const terms = new double[static_cast<size_t>(w.block + 64)];
+  with_code(e, [&](auto code) PQ_INLINE_LAMBDA {
+    for (int64_t line = first; line < last; ++line)
+      for (int64_t g = 0; g < w.grid_length; ++g) {
+        const int64_t entry = line * w.grid_length + g, at = g * w.block;
+        const int64_t count = min64(w.block, w.length - at);
+        read_lines(x, line, 1, at, count, values, 0);
+        if (e.saturates) saturate(values, count, true);
+        if (numbers) {
+          const bool half = by.half && by.half[entry] != 1.0f;
+          const float offset = by.offset ? by.offset[entry] : 0.0f;
+          code.offset = set1(offset);
+          squared_errors(code, e, factor_of(by.value[entry], half), by.value[entry], half, offset,
+                         numbers, values, count, terms);
+        } else {
+          for (int64_t i = 0; i < count; ++i)
+            terms[i] = static_cast<double>(values[i] < 0 ? -flushed_number(values[i]) : flushed_number(values[i]));
+        }
+        for (int64_t i = count; i < w.block; ++i) terms[i] = 0.0;
+        out[entry] = fixed_sum(terms, w.block);
+      }
+  });
+  delete[] values;
+  delete[] terms;
 }
 
 }  // namespace pq::PQ_TARGET

@@ -47,6 +47,7 @@ const Kernels kKernels = {
     ranges,
     encode,
     quantize,
+    block_sums,
 };
 
 }  // namespace pq::PQ_TARGET

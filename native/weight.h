@@ -175,6 +175,9 @@ struct Kernels {
   // Blocks of one line each, without offsets: scales and codes in one go.
   void (*quantize)(const Weight&, const Activations&, const Encoder&, const Scales&, int64_t first,
                    int64_t last, const Codes&);
+  // Sums that calibrations choose by, one per block: of magnitudes, or of squared errors.
+  void (*block_sums)(const Weight&, const Activations&, const Encoder&, const Divisors&,
+                     const float* numbers, int64_t first, int64_t last, double* out);
 };
 
 }  // namespace pq

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from polyquant.arrays import Array, HostArray, backend_of, constant
@@ -31,6 +33,10 @@ from polyquant.standard import (
 #: about 0.3 no scheme of two bits or more gains (measured on normal and on Laplace data).
 SHARES = np.linspace(1.0, 0.28125, 24, dtype=np.float32)
 
+#: The sum of squared errors of every block (float64), from host values, scheme, stored parameters
+#: and the rule for NaN and infinities.
+SquaredError = Callable[[HostArray, QuantScheme, Params, str], F64]
+
 
 def refuses(scheme: QuantScheme) -> str | None:
     """Whatever minmax cannot split, this cannot either."""
@@ -38,7 +44,13 @@ def refuses(scheme: QuantScheme) -> str | None:
 
 
 def mse(
-    x: Array, scheme: QuantScheme, table: Array | None, nonfinite: str, argument: float | None
+    x: Array,
+    scheme: QuantScheme,
+    table: Array | None,
+    nonfinite: str,
+    argument: float | None,
+    *,
+    squared_error: SquaredError | None = None,
 ) -> Params:
     """Try 24 clips of each block's range and keep the best; of equals the largest (SHARES).
 
@@ -55,7 +67,7 @@ def mse(
     share = np.ones(low.shape, np.float32)
     for candidate in SHARES:
         tried = _params(judged, low * candidate, high * candidate, host_table, first)
-        got = _squared_error(host, judged, tried, nonfinite)
+        got = (squared_error or _squared_error)(host, judged, tried, nonfinite)
         better = got < error
         share, error = np.where(better, candidate, share), np.minimum(got, error)
     best = _params(judged, low * share, high * share, host_table, first)

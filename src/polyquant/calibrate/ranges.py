@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -43,20 +44,45 @@ def absmean_refuses(scheme: QuantScheme) -> str | None:
 
 
 def absmean(
-    x: Array, scheme: QuantScheme, table: Array | None, nonfinite: str, argument: float | None
+    x: Array,
+    scheme: QuantScheme,
+    table: Array | None,
+    nonfinite: str,
+    argument: float | None,
+    *,
+    magnitudes: Callable[[HostArray, QuantScheme, str], F64] | None = None,
 ) -> Params:
-    """The range is -+ the mean magnitude of the block (BitNet b1.58, arXiv:2402.17764)."""
+    """The range is -+ the mean magnitude of the block (BitNet b1.58, arXiv:2402.17764).
+
+    Args:
+        magnitudes: what sums the magnitudes of every block instead, bit for bit the same.
+    """
     host = on_host(x, "calibration 'absmean'")
-    shape = scheme.scale_shape(host.shape)
-    total, count = np.zeros(shape or (1,)), np.zeros(shape or (1,))
-    for run, values in block_runs(host, scheme, nonfinite=nonfinite):
-        line = lines(values).astype(np.float64)
-        real = ~np.isnan(line)
-        total[run.grid_rows] += fixed_sum(np.where(real, np.abs(line), 0.0))
-        count[run.grid_rows] += real.sum(axis=-1)
-    mean = _grid(x, (total / np.maximum(count, 1)).reshape(shape))
+    total = (magnitudes or _magnitudes)(host, scheme, nonfinite)
+    mean = _grid(x, total / np.maximum(_counts(host, scheme), 1))
     low, high = widen(scheme, -mean, mean)
     return params_of(scheme, ideal_scale(scheme, low, high, table), low, table)
+
+
+def _magnitudes(host: HostArray, scheme: QuantScheme, nonfinite: str) -> F64:
+    """The sum of the magnitudes of every block, in a fixed order."""
+    shape = scheme.scale_shape(host.shape)
+    total = np.zeros(shape or (1,))
+    for run, values in block_runs(host, scheme, nonfinite=nonfinite):
+        line = lines(values).astype(np.float64)
+        total[run.grid_rows] += fixed_sum(np.where(np.isnan(line), 0.0, np.abs(line)))
+    return total.reshape(shape)
+
+
+def _counts(host: HostArray, scheme: QuantScheme) -> F64:
+    """How many numbers every block has: a last block may be short."""
+    grid, count = scheme.scale_shape(host.shape), np.ones(())
+    for blocks, extent, size in zip(
+        grid, scheme.block_extents(host.shape), host.shape, strict=True
+    ):
+        starts = np.arange(blocks) * extent
+        count = np.multiply.outer(count, np.minimum(starts + extent, size) - starts)
+    return np.asarray(count, np.float64)
 
 
 def percentile(

@@ -17,10 +17,20 @@ import numpy as np
 from polyquant import calibrate, standard
 from polyquant.arrays import Array, Backend, HostArray, backend_of, device_kind, dtype_name
 from polyquant.backends.native.compiled import compiled, missing
-from polyquant.backends.native.weights import number_of, plain, plain_input, threads_for
+from polyquant.backends.native.weights import (
+    number_of,
+    numbers_of,
+    plain,
+    plain_input,
+    threads_for,
+)
+from polyquant.calibrate.host import F64
+from polyquant.calibrate.mse import mse
+from polyquant.calibrate.ranges import absmean
 from polyquant.codec import line_size_bytes
 from polyquant.qtensor import QTensor, from_fields
 from polyquant.scheme import OffsetKind, QuantScheme
+from polyquant.scheme import scheme as as_scheme
 from polyquant.standard import Params
 from polyquant.tables import CUSTOM, named_table, steps
 from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype, host_float
@@ -54,8 +64,7 @@ def quantize(
         if is_minmax:
             params = _minmax(x, scheme, entries, nonfinite, owner, table)
         elif params is None:
-            name, argument = calibrate.check(calibration, scheme)
-            params = calibrate.METHODS[name][0](x, scheme, table, nonfinite, argument)
+            params = _calibrated(x, scheme, calibration, table, nonfinite)
         data = _encoded(x, scheme, coder, _on_host(params, owner), nonfinite)
     shape, axes = tuple(x.shape), tuple(range(x.ndim))
     grids = (params.scales, params.tensor_scale, params.offsets, params.table)
@@ -76,14 +85,14 @@ def all_finite(x: Array, owner: Backend) -> bool | None:
 
 
 def _is_one_pass(x: Array, scheme: QuantScheme) -> bool:
-    extents = scheme.block_extents(x.shape)
-    return (
-        scheme.offset is None
-        and scheme.tensor_scale is None
-        and isinstance(scheme.scale, ScaleDtype)
-        and all(extent == 1 for extent in extents[:-1])
-        and (not extents or extents[-1] <= _LONGEST_BLOCK)
-    )
+    is_plain = scheme.offset is None and scheme.tensor_scale is None
+    return is_plain and isinstance(scheme.scale, ScaleDtype) and _is_in_lines(x, scheme)
+
+
+def _is_in_lines(x: Array, scheme: QuantScheme) -> bool:
+    """Whether each block lies in one line, and is not too long to hold."""
+    *leading, last = scheme.block_extents(x.shape) or (1,)
+    return all(extent == 1 for extent in leading) and last <= _LONGEST_BLOCK
 
 
 def _in_one_pass(
@@ -132,6 +141,48 @@ def _minmax(
     return Params(moved[0], moved[1], moved[2], table)
 
 
+def _calibrated(
+    x: Array, scheme: QuantScheme, calibration: str, table: Array | None, nonfinite: str
+) -> Params:
+    """The definition's calibration, with the sums over blocks that lie in one line made here."""
+    name, argument = calibrate.check(calibration, scheme)
+    given = (x, scheme, table, nonfinite, argument)
+    if dtype_name(x) != "float64" and not scheme.extras and _is_in_lines(x, scheme):
+        if name == "mse":
+            return mse(*given, squared_error=_squared_error)
+        if name == "absmean":
+            return absmean(*given, magnitudes=_magnitudes)
+    return calibrate.METHODS[name][0](*given)
+
+
+def _squared_error(x: HostArray, scheme: QuantScheme, params: Params, nonfinite: str) -> F64:
+    coder, entries = _coder_of(scheme, params.table, backend_of(x))
+    numbers = np.resize(numbers_of(scheme.value) if entries is None else entries, 256)
+    return _block_sums(x, scheme, coder, nonfinite, numbers.astype(np.float32), params)
+
+
+def _magnitudes(x: HostArray, scheme: QuantScheme, nonfinite: str) -> F64:
+    # The codes do not matter, so that any coder will do.
+    return _block_sums(x, scheme, _coder(as_scheme("q8s")), nonfinite, None, None)
+
+
+def _block_sums(
+    x: HostArray,
+    scheme: QuantScheme,
+    coder: Any,
+    nonfinite: str,
+    numbers: Any,
+    params: Params | None,
+) -> F64:
+    shape, block = _geometry(x, scheme)
+    out = np.empty(scheme.scale_shape(x.shape))
+    grids = (None, None, None) if params is None else _grids(scheme, params)
+    saturates = nonfinite == "saturate"
+    flat = out.reshape(-1)
+    coder.block_sums(_lines(x), flat, shape, block, numbers, *grids, saturates, threads_for(x))
+    return out
+
+
 def _there(part: Any, owner: Backend, x: Array) -> Any:
     if part is None:
         return None
@@ -157,12 +208,16 @@ def _encoded(
     x: Array, scheme: QuantScheme, coder: Any, params: Params, nonfinite: str
 ) -> HostArray:
     data, shape, block = _room(x, scheme)
-    scale = standard.divisor(scheme, params)
-    offsets = None if params.offsets is None else standard.offset_numbers(params.offsets)
-    saturates = nonfinite == "saturate"
-    grids = (_flat(scale.value), _flat(scale.half), _flat(offsets))
+    grids, saturates = _grids(scheme, params), nonfinite == "saturate"
     coder.encode(_lines(x), data, shape, block, *grids, saturates, threads_for(x))
     return data
+
+
+def _grids(scheme: QuantScheme, params: Params) -> tuple[Any, Any, Any]:
+    """The divisors of all blocks, their halves (see standard.Divisor) and the offsets."""
+    scale = standard.divisor(scheme, params)
+    offsets = None if params.offsets is None else standard.offset_numbers(params.offsets)
+    return _flat(scale.value), _flat(scale.half), _flat(offsets)
 
 
 def _flat(grid: Any) -> Any:

@@ -63,13 +63,13 @@ def _kind(scheme: QuantScheme, table: Array | None) -> tuple[int, Any]:
         entries = plain(_in_order(table)) if named is None else named.copy()
         return (_TABLE16 if is_small else _TABLE256), entries
     if is_small:
-        return _TABLE16, _numbers(scheme.value).copy()
+        return _TABLE16, numbers_of(scheme.value).copy()
     return (_MINIFLOAT if scheme.value.is_float else _INTEGER), None
 
 
 @cache
-def _numbers(value: QuantValue) -> F32:
-    """The numbers of all codes of a narrow value."""
+def numbers_of(value: QuantValue) -> F32:
+    """The numbers of all codes of a value."""
     if value.is_float:
         return decode_table(value)
     codes = np.arange(2**value.bits)
