@@ -42,7 +42,8 @@ class Backend:
     "cuda") to the modules that serve it, best first. ``functions`` are the library's own where the
     array API has none (see ops/lacking.py); what is not there runs on the host. ``is_transformed``
     says whether autograd, a tracer or vmap watches what is done with an array, here and now.
-    ``num_threads`` is the library's own setting for products on the CPU, 0 where it has none.
+    ``num_threads`` is the library's own setting for products on the CPU, 0 where it has none;
+    ``exported`` gives an array of the CPU to compiled code (by DLPack or the buffer protocol).
     """
 
     name: str
@@ -60,6 +61,7 @@ class Backend:
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     is_transformed: Callable[[Array], bool] = lambda array: False
     num_threads: Callable[[], int] = lambda: 0
+    exported: Callable[[Array], Any] = lambda array: array
 
 
 #: Backend -> its module. A new backend is one line here and one file.

@@ -134,7 +134,7 @@ def test_which_kernel_runs_depends_on_what_watches() -> None:
     plain = pq.explain("matmul", x, q)
     assert plain.kernel == "native.matmul"
     reason = "the operands are plain: nothing to differentiate, trace or batch"
-    assert plain.reasons == (("torch.transforms.matmul", reason),)
+    assert plain.reasons[0] == ("torch.transforms.matmul", reason)
     x.requires_grad_()
     assert pq.explain("matmul", x, q).kernel == "torch.transforms.matmul"
     with torch.no_grad():

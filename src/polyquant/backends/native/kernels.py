@@ -30,6 +30,8 @@ def _why_not(problem: Problem) -> str | None:
 
 
 def _why_not_product(problem: Problem) -> str | None:
+    if not any(isinstance(side, QuantScheme) for side in (problem.a, problem.b)):
+        return "neither operand is quantized"
     for axes in problem.layout:
         if axes is not None and axes[:-2] != tuple(range(len(axes) - 2)):
             return "the axes of its matrices are not the last two of the stored ones"

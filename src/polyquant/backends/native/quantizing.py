@@ -98,9 +98,7 @@ def _is_in_lines(x: Array, scheme: QuantScheme) -> bool:
 def _in_one_pass(
     x: Array, scheme: QuantScheme, coder: Any, entries: HostArray | None
 ) -> tuple[HostArray, HostArray]:
-    kind = scheme.scale
-    if not isinstance(kind, ScaleDtype):
-        raise TypeError(kind)  # _is_one_pass has looked
+    kind = ScaleDtype(str(scheme.scale))  # _is_one_pass has looked
     data, shape, block = _room(x, scheme)
     stored = np.dtype(kind.storage) if kind.storage == "uint8" else host_float(kind)
     scales = np.empty(scheme.scale_shape(x.shape), stored)

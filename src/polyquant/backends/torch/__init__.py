@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from torch.utils.dlpack import to_dlpack
 
 from polyquant.arrays import READ, Backend, HostArray
 from polyquant.errors import UnknownDevice, UnsupportedArray
@@ -169,5 +170,6 @@ BACKEND = Backend(
     is_transformed=_is_transformed,
     kernels=_KERNELS,
     num_threads=torch.get_num_threads,
+    exported=to_dlpack,
     functions={"erf": torch.special.erf, "clip": _clip, "put_at": _put},
 )
