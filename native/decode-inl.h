@@ -25,6 +25,9 @@ struct Constant {
 };
 
 inline void decode_segment(const Weight& w, int64_t line, int64_t start, int64_t count, float* out);
+__attribute__((noinline)) void decode_lines(const Weight& w, int64_t first_line, int64_t lines,
+                                            int64_t start, int64_t count, float* out,
+                                            int64_t stride);
 
 // Entries [start, start + count) of a row of a grid; writes up to kWidth - 1 floats beyond.
 inline void grid_line(const Grid& grid, int64_t grid_length, int64_t row, int64_t start,
@@ -78,6 +81,46 @@ inline void grid_line(const Grid& grid, int64_t grid_length, int64_t row, int64_
   const F whole = set1(grid.tensor_scale ? *grid.tensor_scale : 1.0f);
   for (int64_t i = 0; i < count; i += kWidth) store(out + i, mul(load(out + i), whole));
 }
+
+// The same entries of row after row of a grid. Rows of a grid that is quantized itself are decoded
+// several at a time.
+class GridRows {
+ public:
+  // memory: room for two rows and as many more as it holds.
+  GridRows(const Weight& w, const Grid& grid, int64_t start, int64_t count, float* memory,
+           int64_t size)
+      : grid_(grid), grid_length_(w.grid_length), start_(start), count_(count),
+        stride_((count + 15) / 16 * 16 + 16), memory_(memory), most_(min64(8, size / stride_)) {}
+
+  // The entries of rows [row, row + rows) are at(row), at(row + 1), ...; rows is 1 or 2.
+  PQ_INLINE void need(int64_t row, int64_t rows) {
+    if (grid_.number == Number::kNested && row >= first_ && row + rows <= first_ + held_) return;
+    first_ = row;
+    if (grid_.number == Number::kNested)
+      decode_rows();
+    else
+      for (int64_t i = 0; i < rows; ++i)
+        grid_line(grid_, grid_length_, row + i, start_, count_, memory_ + i * stride_);
+  }
+  PQ_INLINE const float* at(int64_t row) const { return memory_ + (row - first_) * stride_; }
+
+ private:
+  __attribute__((noinline)) void decode_rows() {
+    held_ = min64(most_, grid_.nested->lines - first_);
+    if (start_ % 8 == 0 && count_ <= kSegment) {
+      decode_lines(*grid_.nested, first_, held_, start_, count_, memory_, stride_);
+      return;
+    }
+    for (int64_t i = 0; i < held_; ++i)
+      grid_line(grid_, grid_length_, first_ + i, start_, count_, memory_ + i * stride_);
+  }
+
+  const Grid& grid_;
+  const int64_t grid_length_, start_, count_, stride_;
+  float* const memory_;
+  const int64_t most_;
+  int64_t first_ = 0, held_ = 0;
+};
 
 // A pointer to the codes of a segment that may be read kOverread bytes too far.
 PQ_INLINE const uint8_t* codes_at(const Weight& w, int64_t line, int64_t first_byte, int64_t bytes,
@@ -297,24 +340,26 @@ PQ_INLINE bool can_walk(const Weight& w, int64_t row, int64_t start, int64_t cou
 
 // Elements [start, start + count) of `lines` lines, count <= kSegment and start a multiple of 8:
 // line i to out + i * stride, and up to kWidth - 1 floats too many.
-__attribute__((noinline)) inline void decode_lines(const Weight& w, int64_t first_line,
-                                                   int64_t lines, int64_t start, int64_t count,
-                                                   float* out, int64_t stride) {
-  alignas(64) float scale[kSegment + 64];
-  alignas(64) float offset[kSegment + 64];
+void decode_lines(const Weight& w, int64_t first_line, int64_t lines, int64_t start, int64_t count,
+                  float* out, int64_t stride) {
+  constexpr int64_t kRoom = 4 * (kSegment + 64);
+  alignas(64) float scale_room[kRoom], offset_room[kRoom];
   alignas(64) uint8_t codes[kSegment + 3 * kOverread];
   const int64_t g0 = start / w.block, blocks = (start + count - 1) / w.block - g0 + 1;
   const int64_t first_byte = start * w.bits / 8, bytes = (count * w.bits + 7) / 8;
   const int64_t whole = start % kGroup == 0 ? count / kGroup * kGroup : 0;
+  GridRows scales(w, w.scale, g0, blocks, scale_room, kRoom);
+  GridRows offsets(w, w.offset, g0, blocks, offset_room, kRoom);
+  const bool has_offset = w.offset_kind != OffsetKind::kNone;
   with_decoder(w, [&](const auto& fetch, const auto& number, auto is_common) PQ_INLINE_LAMBDA {
     const auto each_line = [&](const auto& walk) PQ_INLINE_LAMBDA {
       for (int64_t i = 0; i < lines; ++i, out += stride) {
         const int64_t line = first_line + i, row = w.grid_row(line);
-        grid_line(w.scale, w.grid_length, row, g0, blocks, scale);
-        if (w.offset_kind != OffsetKind::kNone)
-          grid_line(w.offset, w.grid_length, row, g0, blocks, offset);
+        scales.need(row, 1);
+        if (has_offset) offsets.need(row, 1);
+        const float *const scale = scales.at(row), *const offset = offsets.at(row);
         const uint8_t* p = codes_at(w, line, first_byte, bytes, codes);
-        const int64_t at = can_walk(w, row, g0, blocks, scale) ? walk(p) : 0;
+        const int64_t at = can_walk(w, row, g0, blocks, scale) ? walk(p, scale, offset) : 0;
         if (at == count) continue;
         const int64_t g = (start + at) / w.block - g0;
         decode_any(w, fetch, number, p + at * w.bits / 8, start + at, count - at, scale + g,
@@ -324,7 +369,7 @@ __attribute__((noinline)) inline void decode_lines(const Weight& w, int64_t firs
     if constexpr (decltype(is_common)::value) {
       if (whole && vectors_per_scale(w)) {
         with_walker(w, fetch, number, start, [&](const auto& walker_at) PQ_INLINE_LAMBDA {
-          each_line([&](const uint8_t* p) PQ_INLINE_LAMBDA {
+          each_line([&](const uint8_t* p, const float* scale, const float* offset) PQ_INLINE_LAMBDA {
             auto walker = walker_at(p, scale, offset);
             for (int64_t at = 0; at < whole; at += kGroup) {
               walker.begin_group();
@@ -337,7 +382,7 @@ __attribute__((noinline)) inline void decode_lines(const Weight& w, int64_t firs
         return;
       }
     }
-    each_line([](const uint8_t*) PQ_INLINE_LAMBDA { return int64_t{0}; });
+    each_line([](const uint8_t*, const float*, const float*) PQ_INLINE_LAMBDA { return int64_t{0}; });
   });
 }
 

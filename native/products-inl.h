@@ -118,10 +118,14 @@ PQ_INLINE void dot_groups(W (&walkers)[kLines], int64_t groups, const float* x, 
   }
 }
 
+// Scales of the lines at hand, and room for what goes through a buffer.
 struct DotScratch {
-  alignas(64) float scale[2][kLongestGrid + 64];
-  alignas(64) float offset[2][kLongestGrid + 64];
-  alignas(64) float values[kSegment + 64];
+  static constexpr int64_t kRoom = 2 * (kLongestGrid + 64);
+  alignas(64) float scale_room[kRoom], offset_room[kRoom], values[kSegment + 64];
+  GridRows scales, offsets;
+  explicit DotScratch(const Weight& w)
+      : scales(w, w.scale, 0, w.grid_length, scale_room, kRoom),
+        offsets(w, w.offset, 0, w.grid_length, offset_room, kRoom) {}
 };
 
 // Elements of a line from `at` on, by way of a buffer.
@@ -158,22 +162,22 @@ PQ_INLINE void dot_lines(const Weight& w, const At& walker_at, const Packed& x, 
   for (auto& line : sums.at)
     for (auto& row : line)
       for (auto& sum : row) sum = zero();
-  bool walks = true;
-  int64_t readable = w.length;
-  for (int l = 0; l < kLines; ++l) {
-    const int64_t line = first_line + n + l, row = w.grid_row(line);
-    grid_line(w.scale, w.grid_length, row, 0, w.grid_length, scratch.scale[l]);
-    walks &= can_walk(w, row, 0, w.grid_length, scratch.scale[l]);
-    if (w.offset_kind != OffsetKind::kNone)
-      grid_line(w.offset, w.grid_length, row, 0, w.grid_length, scratch.offset[l]);
-    // The last bytes of all are left to the buffer, which may be read beyond its end.
-    const int64_t bytes = static_cast<int64_t>(w.size_bytes) - line * w.line_bytes - kOverread;
-    readable = min64(readable, max64(bytes, 0) * 8 / w.bits);
-  }
+  const int64_t line = first_line + n, row = w.grid_row(line);
+  const int64_t last_row = w.grid_row(line + kLines - 1);
+  scratch.scales.need(row, last_row - row + 1);
+  if (w.offset_kind != OffsetKind::kNone) scratch.offsets.need(row, last_row - row + 1);
+  bool walks = can_walk(w, row, 0, w.grid_length, scratch.scales.at(row));
+  if (last_row != row)
+    walks = walks && can_walk(w, last_row, 0, w.grid_length, scratch.scales.at(last_row));
+  // The last bytes of all are left to the buffer, which may be read beyond its end.
+  const int64_t bytes =
+      static_cast<int64_t>(w.size_bytes) - (line + kLines - 1) * w.line_bytes - kOverread;
+  const int64_t readable = min64(w.length, max64(bytes, 0) * 8 / w.bits);
   const int64_t groups = walks ? readable / kGroup : 0;
   const auto walker = [&](int l) PQ_INLINE_LAMBDA {
-    return walker_at(w.data + (first_line + n + l) * w.line_bytes, scratch.scale[l],
-                     scratch.offset[l]);
+    const int64_t its_row = l ? last_row : row;
+    return walker_at(w.data + (line + l) * w.line_bytes, scratch.scales.at(its_row),
+                     scratch.offsets.at(its_row));
   };
   if constexpr (kLines == 1) {
     decltype(walker(0)) walkers[1] = {walker(0)};
@@ -188,7 +192,7 @@ PQ_INLINE void dot_lines(const Weight& w, const At& walker_at, const Packed& x, 
       all[m] = sums.at[l][m][0];
       for (int j = 1; j < Sums<kLines, kRows>::kEach; ++j) all[m] = add(all[m], sums.at[l][m][j]);
     }
-    dot_rest(w, first_line + n + l, groups * kGroup, x, scratch.values, all);
+    dot_rest(w, line + l, groups * kGroup, x, scratch.values, all);
     for (int m = 0; m < kRows && m < rows; ++m) write_sum(y, m * y.row_stride + n + l, sum(all[m]));
   }
 }
@@ -206,7 +210,7 @@ __attribute__((noinline)) void dot_line_by_buffer(const Weight& w, int64_t first
 template <int kLines, int kRows>
 inline void dot_of(const Weight& w, const Packed& x, int64_t rows, int64_t first_line,
                    int64_t first, int64_t last, const Output& y) {
-  DotScratch scratch;
+  DotScratch scratch(w);
   if (!is_fused(w)) {
     for (int64_t n = first; n < last; ++n)
       dot_line_by_buffer<kRows>(w, first_line, n, x, rows, scratch.values, y);
@@ -236,27 +240,43 @@ inline void dot(const Weight& w, const Packed& x, int64_t rows, int64_t first_li
 
 // -- few rows, lines along n ------------------------------------------------------------------
 
-// Scales of the same few blocks of line after line, read without a loop where they are plain.
+// Scales of the same few blocks of line after line, without a call where they are plain numbers.
 struct FewScales {
-  const Weight& w;
   const Grid& grid;
-  int64_t start, count, safe_rows;  // rows whose vector lies inside the grid
-  bool is_half, is_float;
+  const int64_t grid_length, start, count;
+  int64_t safe_rows = 0;  // rows that are quick, and whose vector lies inside the grid
   PQ_INLINE FewScales(const Weight& w, const Grid& grid, int64_t start, int64_t count)
-      : w(w), grid(grid), start(start), count(count) {
-    const bool few = count <= kWidth && !grid.tensor_scale;
-    is_half = few && grid.number == Number::kF16;
-    is_float = few && grid.number == Number::kF32;
-    safe_rows = (w.grid_rows * w.grid_length - start - kWidth) / w.grid_length;
+      : grid(grid), grid_length(w.grid_length), start(start), count(count) {
+    const bool is_plain = grid.number == Number::kF16 || grid.number == Number::kF32 ||
+                          grid.number == Number::kU8 || grid.number == Number::kUE8M0;
+    const bool own_rows = w.leading == 1 && w.lead_block[0] == 1;
+    if (is_plain && own_rows && count <= 8 && !grid.tensor_scale)
+      safe_rows = (w.grid_rows * grid_length - start - 16) / grid_length;
   }
-  PQ_INLINE void operator()(int64_t row, float* out) const {
-    const int64_t at = row * w.grid_length + start;
-    if (is_half && row < safe_rows)
+  // Of a safe row: false where a line must not be walked along (see can_walk).
+  PQ_INLINE bool quick(int64_t row, bool is_minifloat, float* out) const {
+    const int64_t at = row * grid_length + start;
+    if (grid.number == Number::kF16) {
       store(out, mul(from_f16(reinterpret_cast<const uint16_t*>(grid.data) + at), set1(1.0f)));
-    else if (is_float && row < safe_rows)
+      return true;
+    }
+    if (grid.number == Number::kU8) {
+      store(out, from_u8(grid.data + at));
+      return true;
+    }
+    if (grid.number == Number::kF32) {
       store(out, mul(load(reinterpret_cast<const float*>(grid.data) + at), set1(1.0f)));
-    else
-      grid_line(grid, w.grid_length, row, start, count, out);
+    } else {
+      store(out, from_ue8m0(grid.data + at));
+      uint64_t bytes;  // a zero among the first `count`?
+      std::memcpy(&bytes, grid.data + at, 8);
+      const uint64_t zeros = (bytes - 0x0101010101010101u) & ~bytes & 0x8080808080808080u;
+      if (zeros << (64 - 8 * count)) return false;
+    }
+    bool small = true;
+    if (is_minifloat)
+      for (int64_t i = 0; i < count; ++i) small &= out[i] < 0x1p100f && out[i] > -0x1p100f;
+    return small;
   }
 };
 
@@ -269,8 +289,7 @@ PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed 
   const int64_t g0 = n / w.block, blocks = (n + kColumns - 1) / w.block - g0 + 1;
   const int64_t bytes = kColumns * w.bits / 8, line_bytes = w.line_bytes;
   const bool has_offset = w.offset_kind != OffsetKind::kNone;
-  const bool may_be_odd = w.scale.number == Number::kUE8M0 || w.kind == Kind::kMinifloat;
-  const bool own_rows = w.leading == 1 && w.lead_block[0] == 1;
+  const bool is_minifloat = w.kind == Kind::kMinifloat;
   const FewScales scales(w, w.scale, g0, blocks), offsets(w, w.offset, g0, blocks);
   const uint8_t* p = w.data + first_line * line_bytes + n * w.bits / 8;
   const uint8_t* const last_safe = w.data + w.size_bytes - bytes - kOverread;
@@ -279,35 +298,41 @@ PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed 
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) acc[m][v] = zero();
-  for (int64_t k = 0; k < depth; ++k, p += line_bytes) {
-    const int64_t line = first_line + k, row = own_rows ? line : w.grid_row(line);
+  const auto walk = [&](int64_t k) PQ_INLINE_LAMBDA {
     prefetch(p + 16 * line_bytes);
     if constexpr (kColumns > 128) prefetch(p + 16 * line_bytes + 64);
     F left[kRows];
 #pragma GCC unroll 4
     for (int m = 0; m < kRows; ++m) left[m] = set1(x.data[m * x.stride + k]);
-    scales(row, scale);
-    if (p <= last_safe && (!may_be_odd || can_walk(w, row, g0, blocks, scale))) {
-      if (has_offset) offsets(row, offset);
-      auto walker = walker_at(p, scale, offset);
+    auto walker = walker_at(p, scale, offset);
 #pragma GCC unroll 4
-      for (int group = 0; group < kVectors / 4; ++group) {
-        walker.begin_group();
+    for (int group = 0; group < kVectors / 4; ++group) {
+      walker.begin_group();
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-          const F v = walker.next(j);
+      for (int j = 0; j < 4; ++j) {
+        const F v = walker.next(j);
 #pragma GCC unroll 4
-          for (int m = 0; m < kRows; ++m)
-            acc[m][group * 4 + j] = fma(v, left[m], acc[m][group * 4 + j]);
-        }
+        for (int m = 0; m < kRows; ++m)
+          acc[m][group * 4 + j] = fma(v, left[m], acc[m][group * 4 + j]);
       }
-    } else {
-      decode_segment(w, line, n, kColumns, values);
-#pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v)
-#pragma GCC unroll 4
-        for (int m = 0; m < kRows; ++m) acc[m][v] = fma(load(values + v * kWidth), left[m], acc[m][v]);
     }
+  };
+  int64_t safe = p <= last_safe ? (last_safe - p) / line_bytes + 1 : 0;
+  safe = min64(min64(safe, depth), scales.safe_rows - first_line);
+  if (has_offset) safe = min64(safe, offsets.safe_rows - first_line);
+  int64_t k = 0;
+  for (; k < safe; ++k, p += line_bytes) {  // without a call, so that the sums stay in registers
+    if (!scales.quick(first_line + k, is_minifloat, scale)) break;
+    if (has_offset) offsets.quick(first_line + k, false, offset);
+    walk(k);
+  }
+  for (; k < depth; ++k) {
+    decode_segment(w, first_line + k, n, kColumns, values);
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 4
+      for (int m = 0; m < kRows; ++m)
+        acc[m][v] = fma(load(values + v * kWidth), set1(x.data[m * x.stride + k]), acc[m][v]);
   }
 #pragma GCC unroll 4
   for (int m = 0; m < kRows; ++m) {
@@ -337,6 +362,10 @@ constexpr int kFewVectors = kWidth == 16 ? 16 : 8;
 inline int64_t columns_few(const Weight& w, const Packed& x, int64_t rows, int64_t first_line,
                            int64_t depth, int64_t first, int64_t last, const Output& y) {
   if (!is_fused(w) || rows > 4) return first;
+  // Scales that take a call a line are worth it only for wider panels.
+  if (FewScales(w, w.scale, 0, 1).safe_rows < depth / 2) return first;
+  if (w.offset_kind != OffsetKind::kNone && FewScales(w, w.offset, 0, 1).safe_rows < depth / 2)
+    return first;
   const int64_t vectors = rows == 1 ? kFewVectors : kFewVectors / 4 < 4 ? 4 : kFewVectors / 4;
   const int64_t whole = first + (last - first) / (vectors * kWidth) * (vectors * kWidth);
   if (rows == 1)

@@ -254,14 +254,21 @@ struct Table256 {
   F operator()(I codes) const { return _mm256_i32gather_ps(table, _mm256_and_si256(codes, mask), 4); }
 };
 
+// For blocks of 1, 2, 4, ... elements, which block of a vector each lane is in.
+struct Sharing {
+  alignas(32) int32_t at[5][8] = {};
+  constexpr Sharing() {
+    for (int power = 0; power < 5; ++power)
+      for (int lane = 0; lane < 8; ++lane) at[power][lane] = lane >> power;
+  }
+};
+inline constexpr Sharing kSharing;
+
 // The scales of the blocks that share a vector, each as often as its block is long.
 struct Spread {
   I from;
-  explicit Spread(int block) {
-    alignas(32) int32_t at[8];
-    for (int lane = 0; lane < 8; ++lane) at[lane] = lane / block;
-    from = _mm256_load_si256((const I*)at);
-  }
+  explicit Spread(int block)
+      : from(_mm256_load_si256((const I*)kSharing.at[__builtin_ctz(static_cast<unsigned>(block))])) {}
   F operator()(const float* scales) const {
     return _mm256_permutevar8x32_ps(load(scales), from);
   }

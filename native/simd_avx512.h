@@ -227,14 +227,21 @@ struct Table256 {
   }
 };
 
+// For blocks of 1, 2, 4, ... elements, which block of a vector each lane is in.
+struct Sharing {
+  alignas(64) int32_t at[5][16] = {};
+  constexpr Sharing() {
+    for (int power = 0; power < 5; ++power)
+      for (int lane = 0; lane < 16; ++lane) at[power][lane] = lane >> power;
+  }
+};
+inline constexpr Sharing kSharing;
+
 // The scales of the blocks that share a vector, each as often as its block is long.
 struct Spread {
   I lanes;
-  explicit Spread(int block) {
-    alignas(64) int32_t at[16];
-    for (int lane = 0; lane < 16; ++lane) at[lane] = lane / block;
-    lanes = _mm512_load_si512(at);
-  }
+  explicit Spread(int block)
+      : lanes(_mm512_load_si512(kSharing.at[__builtin_ctz(static_cast<unsigned>(block))])) {}
   F operator()(const float* scales) const { return _mm512_permutexvar_ps(lanes, load(scales)); }
 };
 
@@ -312,7 +319,7 @@ inline I dot8_step(I start, I bytes, const uint8_t* x) {
 inline F lane_scales(const float* scales) {
   const I lanes = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
   return _mm512_permutexvar_ps(
-      lanes, _mm512_castps128_ps512(_mm_castpd_ps(_mm_load_sd((const double*)scales))));
+      lanes, _mm512_castps128_ps512(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)scales))));
 }
 // Results and inputs below the smallest normal float32 are zeros, as the contract has it.
 class FlushSubnormals {
