@@ -15,7 +15,7 @@ from safetensors import safe_open
 import polyquant as pq
 from peers import assert_same, decoded, fixture, names
 from polyquant.errors import CorruptData, InvalidName, UnsupportedDtype
-from polyquant.formats import FORMATS, TensorInfo
+from polyquant.formats import WRITERS, TensorInfo
 
 #: Files that are not written as they were: an older version's zero points or packing, or layouts
 #: that the writer packs instead. Their values are the same.
@@ -47,7 +47,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 def write(format: str, path: Path, tensors: dict[str, Any], metadata: Any = None) -> Any:
     """Write tensors, and the config.json that other tools look for."""
-    module = import_module(FORMATS[format])
+    module = import_module(WRITERS[format])
     plan = [TensorInfo.of(name, tensor) for name, tensor in tensors.items()]
     with module.open_writer(path, plan, metadata or {}) as writer:
         for name, tensor in tensors.items():
@@ -226,6 +226,33 @@ def test_maxima_of_several_offsets(tmp_path: Path) -> None:
     with pytest.raises(CorruptData, match="several offsets"):
         write("bitsandbytes", tmp_path / "x.safetensors", {"l.weight": tall})
     assert not list(tmp_path.iterdir())
+
+
+HOSTILE_METADATA = [
+    *("{", "[]", "3", '{"types": 3, "tensors": [], "param_ids": 1, "scalars": "x", "dtypes": 2}'),
+    '{"l.weight": {"state": "{", "storage": "X"}, "types": {"general.alignment": "u32"}}',
+    '{"l.weight": {"state": 3}, "param_ids": {"l.weight": -1}, "dtypes": {"norm": {"Bool": 1}}}',
+    '{"l.weight": [], "scalars": {"a": {"Int": 99999999999999999999999}}, "version": "x"}',
+    '{"types": {"a": "u33", "b": "array:array"}, "order": 3}',
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE_METADATA)
+@pytest.mark.parametrize(
+    ("format", "scheme"),
+    [("gguf", "q4f/32:f16"), ("burnpack", "q8s/32:f16"), ("bitsandbytes", "nf4")],
+)
+def test_metadata_that_lie(text: str, format: str, scheme: str, tmp_path: Path) -> None:
+    """What a file kept for writing back may be anything: it is ignored, or refused."""
+    tensors = {"l.weight": pq.quantize(VALUES, scheme), "norm": VALUES[0]}
+    for more in ({}, {"general.alignment": "0"}, {"general.alignment": "x"}, {"a": "1", "b": "[]"}):
+        path = tmp_path / {"gguf": "x.gguf", "burnpack": "x.bpk"}.get(format, "x.safetensors")
+        try:
+            write(format, path, tensors, {format: text} | more)
+        except InvalidName:
+            continue
+        with pq.open_checkpoint(path) as ck:
+            assert_same(ck["l.weight"], tensors["l.weight"].dequantize())
 
 
 def test_overrides_of_mlx(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ class TensorInfo:
     """One tensor of a file, known without its bytes.
 
     ``shape`` is logical and logical axis ``i`` is stored axis ``axes[i]``; ``nbytes`` counts
-    everything that the file stores of it. A float tensor has a ``dtype`` (an array name such as "bfloat16") and no
-    ``scheme``; a quantized one the reverse.
+    everything that the file stores of it. A float tensor has a ``dtype`` (an array name such as
+    "bfloat16") and no ``scheme``; a quantized one the reverse.
     """
 
     name: str

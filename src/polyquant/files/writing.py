@@ -6,6 +6,7 @@ any order, one in memory at a time, and the file takes its place when all have c
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -133,6 +134,24 @@ class PlannedWriter:
             file.write_at(end, memoryview(bytes(padding)))
         file.flush()
         file.put_in_place()
+
+
+def kept_origin(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
+    """What a format kept for itself in the metadata: objects by name; nothing where it is no such.
+
+    Metadata may come from a file, so nothing in them is taken for granted.
+    """
+    try:
+        found = json.loads(metadata.get(key, "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def member_of(origin: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An object among those, or an empty one."""
+    found = origin.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def laid_out(sizes: Iterable[tuple[str, int]], start: int, alignment: int = 1) -> dict[str, Place]:

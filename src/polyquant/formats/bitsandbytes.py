@@ -33,7 +33,7 @@ from polyquant.files.stored import (
     plain_why_not,
 )
 from polyquant.files.strict_json import parse_object
-from polyquant.files.writing import PlannedWriter
+from polyquant.files.writing import PlannedWriter, kept_origin, member_of
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.tables import CUSTOM, NAMED, named_table, table_bits
@@ -261,7 +261,7 @@ def open_writer(
     Raises UnsupportedDtype, InvalidName, and CorruptData when a tensor comes whose offsets differ.
     """
     check_held(plan, why_not_hold, NAME)
-    origin = _origin(metadata)
+    origin = kept_origin(metadata, NAME)
     kinds = {info.scheme.table for info in plan if info.scheme is not None}
     is_int8 = kinds == {None}
     nested = any(isinstance(i.scheme.scale, QuantScheme) for i in plan if i.scheme is not None)
@@ -284,14 +284,6 @@ def open_writer(
     )
 
 
-def _origin(metadata: Mapping[str, str]) -> Mapping[str, Any]:
-    try:
-        found = json.loads(metadata.get(NAME, "{}"))
-    except ValueError:
-        found = {}
-    return found if isinstance(found, dict) else {}
-
-
 def _stored(
     info: TensorInfo, origin: Mapping[str, Any], q: QTensor | None
 ) -> Iterator[tuple[StoredArray, Any]]:
@@ -307,9 +299,9 @@ def _stored(
         yield StoredArray(f"{base}.SCB", "F32", info.shape[:1]), numbers.get("scales")
         yield StoredArray(f"{base}.weight_format", "U8", ()), np.zeros((), np.uint8)
         return
-    own = origin.get(name, {})
+    own = member_of(origin, name)
     size, block = math.prod(info.shape), (scheme.block or (1,))[0]
-    storage = own.get("storage", "U8")
+    storage = own["storage"] if own.get("storage") in _STORAGE else "U8"
     width = FILE_DTYPES[storage].bits // 8
     packed = None if q is None else _packed(numbers["codes"], _padded(size, storage))
     yield StoredArray(name, storage, (_padded(size, storage) // width, 1)), packed
@@ -368,10 +360,11 @@ def _state(
     if isinstance(scheme.scale, QuantScheme):
         facts |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32"}
     if isinstance(kept, str):
-        found = json.loads(kept)
+        found = kept_origin({"state": kept}, "state")
         same = {**facts, "dtype": found.get("dtype")}
         is_same = {k: v for k, v in found.items() if k != "nested_offset"} == same
-        if is_same and (measured or np.float32(found.get("nested_offset", 0.0)) == offset):
+        own_offset: Any = found.get("nested_offset", 0.0)
+        if is_same and _is_float(own_offset) and (measured or np.float32(own_offset) == offset):
             return kept.encode()
     if isinstance(scheme.scale, QuantScheme):
         text = json.dumps(facts)[:-1] + f', "nested_offset": {offset!r}' + "}"

@@ -115,7 +115,7 @@ def _facts(source: Source, base: str) -> Mapping[str, Any]:
 def _layer(source: Source, base: str, bits: int, group_size: int, version: str) -> Layer:
     packed = source.expect(f"{base}.qweight", ("I32",), (None, None))
     words, rows = packed.shape
-    if words * 32 % bits:
+    if words * 32 % bits or not words:
         raise source.fail(f"tensor {packed.name!r} has {words} words, no whole {bits}-bit codes")
     columns = words * 32 // bits
     size = columns if group_size == -1 else group_size

@@ -20,7 +20,7 @@ from polyquant.files.container import check_booleans, is_shape, map_file, releas
 from polyquant.files.facts import Facts
 from polyquant.files.info import ARRAY_DTYPES, TensorInfo
 from polyquant.files.probe import Probe
-from polyquant.files.writing import PlannedWriter, Stored, laid_out
+from polyquant.files.writing import PlannedWriter, Stored, kept_origin, laid_out, member_of
 from polyquant.formats.burnpack import cbor
 from polyquant.formats.burnpack.layout import (
     ALIGNMENT,
@@ -189,7 +189,7 @@ def open_writer(
     path: Path, plan: Sequence[TensorInfo], metadata: Mapping[str, str] = MappingProxyType({})
 ) -> PlannedWriter:
     """The writer of a file. Raises UnsupportedDtype for a tensor that Burn cannot hold."""
-    origin = _origin(metadata)
+    origin = kept_origin(metadata, ORIGIN)
     for info in plan:
         reason = why_not_hold(info)
         if reason is not None:
@@ -202,26 +202,19 @@ def open_writer(
         place = offsets[info.name]
         entry: dict[str, Any] = {"dtype": _dtype_form(info, origin), "shape": list(info.shape)}
         entry["data_offsets"] = [place.start, place.start + place.nbytes]
-        param_id = origin.get("param_ids", {}).get(info.name)
-        tensors[info.name] = entry | ({} if param_id is None else {"param_id": param_id})
+        param_id = member_of(origin, "param_ids").get(info.name)
+        is_id = type(param_id) is int and 0 <= param_id < 2**64
+        tensors[info.name] = entry | ({"param_id": param_id} if is_id else {})
     form: dict[str, Any] = {"tensors": tensors}
     texts = {key: text for key, text in metadata.items() if key != ORIGIN}
     form |= {"metadata": texts} if texts else {}
-    scalars = origin.get("scalars")
+    scalars = member_of(origin, "scalars")
     form |= {"scalars": scalars} if scalars else {}
     text = cbor.encode(form)
     head = MAGIC + VERSION.to_bytes(2, "little") + len(text).to_bytes(4, "little") + text
     head += bytes(-len(head) % ALIGNMENT)
     places = laid_out(sizes, len(head), ALIGNMENT)
     return PlannedWriter(path, plan, head=head, places=places, encode=_encoded)
-
-
-def _origin(metadata: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        found = json.loads(metadata.get(ORIGIN, "{}"))
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _size_bytes(info: TensorInfo) -> int:
@@ -233,7 +226,7 @@ def _size_bytes(info: TensorInfo) -> int:
 def _dtype_form(info: TensorInfo, origin: Mapping[str, Any]) -> Any:
     if info.scheme is not None:
         return {"QFloat": form_of(info.scheme, info.stored_shape)}
-    kept = origin.get("dtypes", {}).get(info.name)
+    kept = member_of(origin, "dtypes").get(info.name)
     if _array_dtype(kept) == info.dtype:
         return kept
     if info.dtype == "bool":

@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from polyquant.errors import InvalidHeader
+from polyquant.errors import InvalidHeader, InvalidName
 
 DEPTH_LIMIT = 32
 _UNSIGNED, _NEGATIVE, _TEXT, _ARRAY, _MAP, _SIMPLE = 0, 1, 3, 4, 5, 7
@@ -98,13 +98,15 @@ def encode(item: Any) -> bytes:
     """An item in its shortest form; maps in the order of their keys."""
     if item is None or isinstance(item, bool):
         return bytes([_SIMPLE << 5 | next(i for i, value in _CONSTANTS if value is item)])
-    if isinstance(item, int):
+    if isinstance(item, int) and -(2**64) <= item < 2**64:
         return _head(_UNSIGNED, item) if item >= 0 else _head(_NEGATIVE, -1 - item)
     if isinstance(item, float):
         return _float(item)
     if isinstance(item, str):
         raw = item.encode()
         return _head(_TEXT, len(raw)) + raw
+    if isinstance(item, int):
+        raise InvalidName(name=str(item), reason="it takes more than 64 bits")
     if isinstance(item, dict):
         pairs = (encode(key) + encode(value) for key, value in item.items())
         return _head(_MAP, len(item)) + b"".join(pairs)

@@ -16,9 +16,10 @@ from polyquant.arrays import HostArray
 from polyquant.errors import InvalidName, UnsupportedDtype
 from polyquant.files.assemble import numbers_of
 from polyquant.files.info import TensorInfo
-from polyquant.files.writing import PlannedWriter, Stored, laid_out
+from polyquant.files.writing import PlannedWriter, Stored, kept_origin, laid_out, member_of
 from polyquant.formats.gguf.blocks import BLOCK_TYPES
 from polyquant.formats.gguf.container import (
+    ALIGNMENT_LIMIT,
     ARRAY,
     AXES_LIMIT,
     DEFAULT_ALIGNMENT,
@@ -78,15 +79,15 @@ def open_writer(
     Raises UnsupportedDtype for a tensor that no type holds, InvalidName for a key that is no text
     of its type.
     """
-    origin = _origin(metadata)
+    origin = kept_origin(metadata, "gguf")
     order = ">" if origin.get("order") == "big" else "<"
     version = origin.get("version")
     keys = {key: text for key, text in metadata.items() if key != "gguf"}
-    alignment = int(keys.get("general.alignment", DEFAULT_ALIGNMENT))
+    alignment = _alignment(keys.get("general.alignment", str(DEFAULT_ALIGNMENT)))
     head = bytearray(MAGIC)
     head += struct.pack(f"{order}I", version if version in VERSIONS else VERSIONS[-1])
     head += struct.pack(f"{order}QQ", len(plan), len(keys))
-    types = origin.get("types", {})
+    types = member_of(origin, "types")
     head += b"".join(_key(key, str(types.get(key, "string")), keys[key], order) for key in keys)
     kinds = {info.name: _kind(info, origin, path) for info in plan}
     sizes = [(info.name, _size_bytes(info, kinds[info.name])) for info in plan]
@@ -107,17 +108,16 @@ def open_writer(
     )
 
 
-def _origin(metadata: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        found = json.loads(metadata.get("gguf", "{}"))
-    except ValueError:
-        found = {}
-    return found if isinstance(found, dict) else {}
+def _alignment(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= ALIGNMENT_LIMIT):
+        reason = f"an alignment is 1 to {ALIGNMENT_LIMIT}, not {text[:20]!r}"
+        raise InvalidName(name="general.alignment", reason=reason)
+    return int(text)
 
 
 def _kind(info: TensorInfo, origin: Mapping[str, Any], path: Path) -> str:
     reason = why_not_hold(info)
-    given = origin.get("tensors", {}).get(info.name)
+    given = member_of(origin, "tensors").get(info.name)
     kind = type_of(info, given if isinstance(given, str) else None)
     if reason is not None or kind is None:
         what = f"Tensor {info.name!r} of {path} ({reason})"
