@@ -19,19 +19,12 @@
 
 #include "encode.h"
 #include "pool.h"
+#include "targets.h"
 #include "weight.h"
 
 namespace nb = nanobind;
 
 namespace pq {
-namespace generic { extern const Kernels kKernels; }
-#ifdef PQ_HAS_avx2
-namespace avx2 { extern const Kernels kKernels; }
-#endif
-#ifdef PQ_HAS_avx512
-namespace avx512 { extern const Kernels kKernels; }
-#endif
-
 namespace {
 
 using Array = nb::ndarray<nb::ro, nb::device::cpu>;
@@ -39,37 +32,16 @@ using Writable = nb::ndarray<nb::device::cpu>;
 
 // -- instruction sets -------------------------------------------------------------------------
 
-// Those that this processor has, the fastest first.
-std::vector<const Kernels*> usable() {
-  std::vector<const Kernels*> found;
-#ifdef PQ_HAS_avx512
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
-      __builtin_cpu_supports("bmi2"))
-    found.push_back(&avx512::kKernels);
-#endif
-#ifdef PQ_HAS_avx2
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c"))
-    found.push_back(&avx2::kKernels);
-#endif
-  found.push_back(&generic::kKernels);
-  return found;
-}
-
-std::atomic<const Kernels*> chosen{usable().front()};
+std::atomic<const Kernels*> chosen{usable_targets().front()};
 
 std::vector<std::string> targets() {
   std::vector<std::string> names;
-  for (const Kernels* kernels : usable()) names.emplace_back(kernels->name);
+  for (const Kernels* kernels : usable_targets()) names.emplace_back(kernels->name);
   return names;
 }
 
 void set_target(const std::string& name) {
-  for (const Kernels* kernels : usable())
+  for (const Kernels* kernels : usable_targets())
     if (name == kernels->name) {
       chosen = kernels;
       return;

@@ -3,6 +3,8 @@
 #include "simd_avx512.h"
 #elif defined(PQ_AVX2)
 #include "simd_avx2.h"
+#elif defined(PQ_NEON)
+#include "simd_neon.h"
 #else
 #include "simd_generic.h"
 #endif
