@@ -5,6 +5,7 @@ Without Triton what is left is their table: what they take, and what they say of
 
 from __future__ import annotations
 
+import json
 import os
 from importlib import import_module
 from importlib.util import find_spec
@@ -103,6 +104,40 @@ def test_what_is_declined_has_a_reason() -> None:
     assert "power of two" in dict(found.reasons)["torch.nvrtc.mma"]
 
 
+def test_what_has_no_tiles_is_not_tuned() -> None:
+    with pytest.raises(pq.errors.InvalidArgument, match="tiles to measure"):
+        pq.tune("torch:cpu")
+
+
+def test_tiles_come_from_the_nearest_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = import_module("polyquant.backends.torch.cuda.tiles")
+    one = tiles.Row(0, 4, 4096, 4096, 1, tiles.Tiles(1, 1, 2, 4, 1, 2, 512), 5.0)
+    rows = (
+        one,
+        one._replace(n=8192, k=8192, tiles=one.tiles._replace(rt=2)),
+        one._replace(kind=5, tiles=one.tiles._replace(stages=3)),
+        one._replace(columns=64, tiles=tiles.Tiles(1, 8, 8, 1, 2, 2, 256, 0, 1)),
+    )
+    monkeypatch.setattr(tiles, "table", lambda device: rows)
+    monkeypatch.setattr(tiles, "tiles_of", tiles.tiles_of.__wrapped__)
+    assert tiles.tiles_of(0, 4, 1, 4096, 5120, 0) == one.tiles
+    assert tiles.tiles_of(0, 4, 1, 10240, 8192, 0).rt == 2
+    assert tiles.tiles_of(5, 4, 1, 8192, 8192, 0).stages == 3
+    assert tiles.tiles_of(0, 4, 20, 4096, 4096, 0).nt == 3
+    assert tiles.tiles_of(0, 4, 900, 4096, 4096, 0).wide == 1
+
+
+def test_the_committed_table_has_tiles_for_every_number_of_rows() -> None:
+    tiles = import_module("polyquant.backends.torch.cuda.tiles")
+    found = json.loads(tiles.COMMITTED.read_text(encoding="utf-8"))
+    rows = [tiles.row_of(row) for row in found["rows"]]
+    assert {row.columns for row in rows} >= {1, 8, 64, 256}
+    assert {row.bits for row in rows} == {2, 4, 8}
+    for row in rows:
+        assert row.tiles.rt == row.tiles.wk == 1 or not row.tiles.wide
+        assert row.tiles.nt <= 16 and row.tiles.nt >= min(16, -(-row.columns // 8))
+
+
 # -- bit for bit ------------------------------------------------------------------------------
 
 
@@ -188,7 +223,7 @@ def test_products_of_few_rows(scheme: str, kind: str) -> None:
     torch.manual_seed(1)
     for n, k in ((64, 512), (33, 96), (257, 1056), (1, 32)):
         q, values = _operands(scheme, n, k)
-        for m in (1, 2, 5, 9, 33):
+        for m in (1, 2, 5, 9, 33, 130):
             x = torch.randn(m, k, device="cuda").to(getattr(torch, kind))
             try:
                 y = pq.matmul(x, q.mT, kernel="torch.nvrtc.mma")

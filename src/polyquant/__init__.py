@@ -8,7 +8,15 @@ y = x @ q.T                         # dispatched to the best kernel that can
 from polyquant import errors, ops
 from polyquant.backends.native.compiled import num_threads, set_num_threads
 from polyquant.data import TensorData
-from polyquant.dispatch import device_of, devices, explain, is_quantized, same_backend, supports
+from polyquant.dispatch import (
+    device_of,
+    devices,
+    explain,
+    is_quantized,
+    same_backend,
+    supports,
+    tune,
+)
 from polyquant.formats import Checkpoint, load, open_checkpoint, save
 from polyquant.ops import concat, linear, matmul, propagation, quantize, stack
 from polyquant.qtensor import QTensor, from_data
@@ -54,4 +62,5 @@ __all__ = [
     "set_num_threads",
     "stack",
     "supports",
+    "tune",
 ]

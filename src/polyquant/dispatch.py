@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,6 +133,24 @@ def _device_info(device: str) -> DeviceInfo:
         why = "; ".join(reason for name, reason in sample.reasons if "transforms" not in name)
         return DeviceInfo(device, True, f"{note} ({why})" if why else note)
     return DeviceInfo(device, True, f"usable, with {', '.join(fast)} and the definition")
+
+
+def tune(device: str) -> Path:
+    """Measure which tile sizes are quickest on a device, and keep the answer for later programs.
+
+    Takes a minute or two of a device that does nothing else. Returns the file, which lies under
+    the folder PQ_CACHE or ~/.cache/polyquant. Raises UnknownDevice, BackendMissing, and
+    InvalidArgument for a device whose kernels have nothing to measure.
+    """
+    owner, device = backend_of_device(device)
+    table = owner.kernels
+    for module in table.get(device_kind(device)) or table["*"]:
+        found = getattr(import_module(module), "tune", None)
+        if found is not None:
+            path: Path = found(device)
+            return path
+    wanted = "a device whose kernels have tiles to measure (torch:cuda:N)"
+    raise InvalidArgument(name="device", wanted=wanted, got=device)
 
 
 def same_backend(a: Any, b: Any) -> bool:

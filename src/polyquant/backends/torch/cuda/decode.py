@@ -196,6 +196,20 @@ def split_kernel(x_ptr, out_ptr, k, padded, stride, TILE: tl.constexpr):
         tl.store(out + plane * padded, part.to(tl.bfloat16), mask=at < padded)
 
 
+@triton.jit
+def arrange_kernel(x_ptr, out_ptr, k, padded, stride, NATURAL: tl.constexpr, TILE: tl.constexpr):
+    """A line in the order in which wgmma.cu makes codes into numbers, zeros behind."""
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    # Of 32 values: thread t's pair q stands at 16 (q / 2) + 8 (q % 2) + 2 t.
+    pair = at % 32 // 16 * 2 + at % 16 // 8
+    first = at % 8 // 2 * 8
+    inner = 2 * pair + at % 2 if NATURAL else pair + at % 2 * 4
+    source = at // 32 * 32 + first + inner
+    found = tl.load(x_ptr + row * stride + source, mask=source < k, other=0.0)
+    tl.store(out_ptr + row * padded + at, found, mask=at < padded)
+
+
 # -- calls ------------------------------------------------------------------------------------
 
 
@@ -210,7 +224,7 @@ def dequantize(q: QTensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _decode(q: QTensor, out: torch.Tensor, laid: tuple[int, ...]) -> None:
-    scales, offsets = (_grid(part) for part in (q.scales, q.offsets))
+    scales, offsets = (grid_of(part) for part in (q.scales, q.offsets))
     data = q.data.contiguous()
     call = _call(q.scheme, laid, data.data_ptr() % 4 == 0)
     decode_kernel[call.grid](
@@ -227,7 +241,7 @@ def _decode(q: QTensor, out: torch.Tensor, laid: tuple[int, ...]) -> None:
     )
 
 
-def _grid(part: Any) -> torch.Tensor | None:
+def grid_of(part: Any) -> torch.Tensor | None:
     """Scales or offsets as one run of numbers; quantized ones are decoded first."""
     if part is None:
         return None
@@ -244,6 +258,20 @@ def split_planes(x: torch.Tensor) -> torch.Tensor:
     padded = -(-k // 8) * 8
     out = torch.empty((3 * m, padded), dtype=torch.bfloat16, device=x.device)
     split_kernel[(-(-padded // 1024), m)](x, out, k, padded, x.stride(0), TILE=1024)
+    return out
+
+
+def arrange(x: torch.Tensor, *, natural: bool) -> torch.Tensor:
+    """Lines (m, k) of 16-bit floats as wgmma.cu reads them: (m, k padded to a multiple of 64).
+
+    ``natural``: its codes come in pairs of neighbours, not of those four apart.
+    """
+    m, k = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    padded = -(-k // 64) * 64
+    out = torch.empty((m, padded), dtype=x.dtype, device=x.device)
+    grid = (-(-padded // 1024), m)
+    arrange_kernel[grid](x, out, k, padded, x.stride(0), NATURAL=natural, TILE=1024)
     return out
 
 
@@ -270,13 +298,13 @@ def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool) -> _Call
     axes = _leading(laid[:-1], extents[:-1], counts[:-1])
     heights, steps, blocks = zip(*axes, strict=True)
     constants = {
-        "KIND": _kind(scheme),
+        "KIND": kind_of(scheme),
         "BITS": bits,
         "MANTISSA": int(scheme.value[3]) if scheme.value.is_float else 0,
         "NATIVE": is_native,
         "BY_WORDS": by_words,
         "SCALE": scale_kind(scheme),
-        "OFFSET": _offset_kind(scheme),
+        "OFFSET": offset_kind(scheme),
         "HAS_TENSOR_SCALE": scheme.tensor_scale is not None,
         "FLUSHES": _may_be_subnormal(scheme),
         "WHOLE_LINES": all(step == 1 for step in steps),
@@ -314,7 +342,8 @@ def _leading(
     return [(1, 1, 1)] * (3 - len(found)) + found
 
 
-def _kind(scheme: QuantScheme) -> int:
+def kind_of(scheme: QuantScheme) -> int:
+    """The constant of ``number_of`` for a scheme's codes."""
     if scheme.mode is QuantMode.LOOKUP:
         return int(LOOKUP.value)
     if scheme.value.is_float:
@@ -329,7 +358,8 @@ def scale_kind(scheme: QuantScheme) -> int:
     return int(found.value)
 
 
-def _offset_kind(scheme: QuantScheme) -> int:
+def offset_kind(scheme: QuantScheme) -> int:
+    """NO_OFFSET, ZERO_POINT or BIAS."""
     if scheme.offset is None:
         return int(NO_OFFSET.value)
     return int((BIAS if scheme.offset.kind is OffsetKind.BIAS else ZERO_POINT).value)

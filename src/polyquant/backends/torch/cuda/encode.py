@@ -93,11 +93,11 @@ def to_entry(t, middle_ptr, codes_ptr, COUNT: tl.constexpr, LEVELS: tl.constexpr
     """Codes of the nearest entries of a table: by how many midpoints lie strictly below."""
     low = tl.zeros_like(t).to(tl.int32)
     for level in tl.static_range(LEVELS):
-        HALF: tl.constexpr = 2 ** (LEVELS - 1 - level)
-        probe = low + (HALF - 1)
+        half = 2 ** (LEVELS - 1 - level)
+        probe = low + (half - 1)
         inside = probe < COUNT
         middle = tl.load(middle_ptr + tl.minimum(probe, COUNT - 1))
-        low += tl.where(inside & (middle < t), HALF, 0)
+        low += tl.where(inside & (middle < t), half, 0)
     return tl.load(codes_ptr + low).to(tl.int32)
 
 
@@ -105,14 +105,16 @@ def to_entry(t, middle_ptr, codes_ptr, COUNT: tl.constexpr, LEVELS: tl.constexpr
 def rounded_up(ideal, SCALE: tl.constexpr):
     """Ideal scales as stored ones: the smallest not below."""
     if SCALE == UE8M0:
-        return up_to_ue8m0(ideal)
-    if SCALE == UE4M3:
-        return up_to_ue4m3(ideal)
-    if SCALE == F16:
-        return up_to_f16(ideal)
-    if SCALE == BF16:
-        return up_to_bf16(ideal)
-    return tl.minimum(ideal, F32_MAX)
+        raw = up_to_ue8m0(ideal)
+    elif SCALE == UE4M3:
+        raw = up_to_ue4m3(ideal)
+    elif SCALE == F16:
+        raw = up_to_f16(ideal)
+    elif SCALE == BF16:
+        raw = up_to_bf16(ideal)
+    else:
+        raw = tl.minimum(ideal, F32_MAX)
+    return raw
 
 
 @triton.jit

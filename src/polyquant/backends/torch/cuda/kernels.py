@@ -70,6 +70,8 @@ def _why_not_dequantize(problem: Problem) -> str | None:
 
 
 def _why_not_quantize(problem: Problem) -> str | None:
+    if not problem.option:  # asked what a device has, of no scheme in particular
+        return _lacks_triton()
     scheme = parse(problem.option)
     if scheme.extras:
         return f"it does not know {scheme.extras[0]}"
@@ -130,6 +132,11 @@ def _cublas(a: Any, b: Any, dtype: Any) -> Any:
 
 def _mma(a: Any, b: Any, dtype: Any) -> Any:
     return _module("mma").matmul(a, b, dtype)
+
+
+def tune(device: str) -> Any:
+    """Measure and keep the quickest tiles of a device; returns the file. See ``pq.tune``."""
+    return _module("tune").tune(device)
 
 
 KERNELS = (

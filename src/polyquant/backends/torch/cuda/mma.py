@@ -16,8 +16,8 @@ import torch
 from polyquant.backends.torch.cuda import decode, nvrtc
 from polyquant.backends.torch.cuda.schemes import (
     LOOKUP,
-    MOST_ROWS,
     SIZES,
+    SUMMING,
     block_of,
     kind_of,
     offset_of,
@@ -29,6 +29,8 @@ from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 
 _OUT = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
+#: Rows of x that a block of threads takes at least, whatever the tiles: planes must not be parted.
+_TOGETHER = 64
 #: A table's pairs of entries, 32 times: see LUT_BYTES in mma.cu.
 _TABLE_BYTES = 256 * 32 * 4
 #: float32 enters as three bf16 numbers that add up to it, each a row of its own.
@@ -64,7 +66,7 @@ def matmul(x: torch.Tensor, weight: QTensor, dtype: torch.dtype) -> torch.Tensor
         y.zero_()
     elif y.numel():
         planes = PLANES[x.dtype]
-        step = MOST_ROWS // planes if planes > 1 else lines.shape[0]
+        step = _TOGETHER // planes if planes > 1 else lines.shape[0]
         for start in range(0, lines.shape[0], step):
             rows = slice(start, start + step)
             multiply(lines[rows], weight, y[rows], None)
@@ -76,7 +78,15 @@ def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | N
     m, k = x.shape
     n = weight.shape[1]
     planes = PLANES[x.dtype]
-    entering = decode.split_planes(x) if planes > 1 else _aligned(x)
+    kind = kind_of(weight.scheme)
+    bits = kind.bits if kind is not None else weight.scheme.bits
+    if tiles is None:
+        number = 0 if kind is None else kind.number
+        tiles = tiles_of(number, bits, m * planes, n, k, x.device.index or 0)
+    tiles = _fitting(tiles, weight.scheme, m * planes, x.device.index or 0)
+    entering = decode.split_planes(x) if planes > 1 else x if tiles.wide else _aligned(x)
+    if tiles.wide:
+        entering = decode.arrange(entering, natural=kind is not None and kind.is_natural)
     codes = weight.data
     if codes.data_ptr() % 4 or codes.stride(1) != 1:
         codes = codes.clone(memory_format=torch.contiguous_format)
@@ -108,6 +118,20 @@ def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | N
         *plan.numbers,
     )
     nvrtc.launch(plan.function, plan.grid, argument, early=plan.early)
+
+
+def _fitting(tiles: Tiles, scheme: QuantScheme, columns: int, device: int) -> Tiles:
+    """The tiles, or such as the scheme and the GPU allow.
+
+    wgmma.cu is for Hopper and does not sum x; clusters came with Hopper. The planes of a row of
+    float32 lie in one tile.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    if tiles.wide and (offset_of(scheme) in SUMMING or capability != (9, 0)):
+        tiles = Tiles(2, min(tiles.nt, 8), 4, 2, 1, 2, 128)
+    if capability < (9, 0):
+        tiles = tiles._replace(kc=1, early=0)
+    return tiles
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +179,7 @@ def _plan(
     place: tuple[torch.dtype, torch.dtype, int],
     grids: tuple[int, int, int],
     steps: tuple[int, int],
-    tiles: Tiles | None,
+    tiles: Tiles,
 ) -> _Plan:
     """What one shape of product runs.
 
@@ -165,22 +189,18 @@ def _plan(
     columns, n, k, _ = shape
     entering, out, device = place
     kind = kind_of(scheme)
-    bits = kind.bits if kind is not None else scheme.bits
-    number = kind.number if kind is not None else 0
+    number, bits = (0, scheme.bits) if kind is None else (kind.number, kind.bits)
     block = block_of(scheme, k)
-    found = tiles or tiles_of(bits, columns, n, k)
-    early = torch.cuda.get_device_capability(device) >= (9, 0)
-    found = found if early else found._replace(kc=1)  # clusters came with it
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     while True:
-        sizes = tuple(SIZES[each] * _per_chunk(found, block) for each in (grids[0], grids[2]))
+        sizes = tuple(SIZES[each] * _per_chunk(tiles, block) for each in (grids[0], grids[2]))
         offset_bytes = sizes[1] if scheme.offset is not None else 0
-        x_rows = 1 if columns == 1 else 8 * found.nt
-        shared = _shared_bytes(found, bits, x_rows, (sizes[0], offset_bytes))
+        x_rows = 1 if columns == 1 else 8 * tiles.nt
+        shared = _shared_bytes(tiles, bits, x_rows, (sizes[0], offset_bytes))
         shared += _TABLE_BYTES if number == LOOKUP else 0
-        if shared <= most or found == found.smaller():
+        if shared <= most or tiles == tiles.smaller():
             break
-        found = found.smaller()
+        tiles = tiles.smaller()
     numbers = {
         "F16": int(entering is torch.float16),
         "BITS": bits,
@@ -190,27 +210,33 @@ def _plan(
         "SCALE": grids[0],
         "OFFSET": offset_of(scheme),
         "OFFSET_TYPE": grids[2],
-        "CODE_PIECE": min(steps[0], _step(found.chunk * bits // 8)),
+        "CODE_PIECE": min(steps[0], _step(tiles.chunk * bits // 8)),
         "SCALE_PIECE": min(grids[1], _step(sizes[0])),
         "OFFSET_PIECE": min(steps[1], _step(sizes[1])),
         "X_ROWS": x_rows,
         "PLANES": PLANES[entering],
         "OUT": _OUT[out],
-        "EARLY": int(early),
-        **{name.upper(): each for name, each in found._asdict().items()},
+        **{name.upper(): each for name, each in tiles._asdict().items()},
     }
     options = tuple(f"{name}={each}" for name, each in numbers.items())
-    function = nvrtc.load("mma.cu", "matmul", options, 32 * found.wn * found.wk, shared, device)
+    threads = 32 * tiles.wn * tiles.wk
+    if tiles.wide:
+        before = _wgmma(8 * tiles.nt, "f16" if entering is torch.float16 else "bf16")
+        function = nvrtc.load("wgmma.cu", "matmul", options, threads, shared, device, before)
+    else:
+        function = nvrtc.load("mma.cu", "matmul", options, threads, shared, device)
     grid = (
-        math.ceil(n / (16 * found.rt * found.wn)),
-        math.ceil(columns / (8 * found.nt)),
-        found.kc,
+        math.ceil(n / (16 * tiles.rt * tiles.wn)),
+        math.ceil(columns / (8 * tiles.nt)),
+        tiles.kc,
     )
     stored = scheme.scale_shape((n, k))
     lines = tuple(stored[1] * SIZES[each] for each in (grids[0], grids[2]))
     code_line = line_size_bytes(k, scheme.bits, scheme.store)
     rows = scheme.block_extents((n, k))[0] if stored[0] > 1 else 1
-    return _Plan(function, grid, (math.ceil(k / found.chunk), code_line, *lines, rows), early)
+    return _Plan(
+        function, grid, (math.ceil(k / tiles.chunk), code_line, *lines, rows), bool(tiles.early)
+    )
 
 
 def _per_chunk(tiles: Tiles, block: int) -> int:
@@ -219,10 +245,31 @@ def _per_chunk(tiles: Tiles, block: int) -> int:
 
 
 def _shared_bytes(tiles: Tiles, bits: int, x_rows: int, numbers: tuple[int, int]) -> int:
-    """Shared memory of a block of threads without a table: see the constants of mma.cu."""
+    """Shared memory of a block of threads without a table: see the constants of the kernels."""
     rows = 16 * tiles.rt
     line = tiles.chunk * bits // 8 + (16 if bits <= 4 else 32)
     line += sum(-(-each // 16) * 16 for each in numbers)
-    stage = tiles.wn * rows * line + x_rows * (tiles.chunk * 2 + 64)
+    x_bytes = 8 * tiles.nt * tiles.chunk * 2 if tiles.wide else x_rows * (tiles.chunk * 2 + 64)
+    stage = tiles.wn * rows * line + x_bytes
+    if tiles.wide:
+        stage = -(-stage // 1024) * 1024
     sums = tiles.wk * 8 * tiles.nt * (rows * tiles.wn + 1) * 4
-    return max(tiles.wk * tiles.stages * stage, sums)
+    return max(tiles.wk * tiles.stages * stage, sums) + (1024 if tiles.wide else 0)
+
+
+def _wgmma(columns: int, kind: str) -> str:
+    """The function that multiplies 16 values of k: PTX names each of its registers."""
+    count = columns // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(count))
+    left = ", ".join(f"%{count + i}" for i in range(4))
+    return f"""
+__device__ __forceinline__ void wgmma(float (*d)[4], const unsigned* a, unsigned long long x,
+                                      int adds) {{
+  asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0;"
+               " wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
+               " {{{sums}}}, {{{left}}}, %{count + 4}, p, 1, 1, 0;}}"
+               : {outputs}
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(adds));
+}}
+"""

@@ -23,13 +23,21 @@ class Function(NamedTuple):
 
 @lru_cache(maxsize=512)
 def load(
-    source: str, name: str, options: tuple[str, ...], threads: int, shared_bytes: int, device: int
+    source: str,
+    name: str,
+    options: tuple[str, ...],
+    threads: int,
+    shared_bytes: int,
+    device: int,
+    before: str = "",
 ) -> Function:
     """The kernel ``name`` of a source file beside this one, compiled with ``-D`` options.
 
+    ``before`` is more source, which stands before it.
+
     Raises BackendMissing with the compiler's words where it fails.
     """
-    cubin = _compile(source, options, torch.cuda.get_device_capability(device))
+    cubin = _compile(source, options, torch.cuda.get_device_capability(device), before)
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # a context must be there
         module = _ask(driver.cuModuleLoadData(cubin))
@@ -40,9 +48,14 @@ def load(
 
 
 @lru_cache(maxsize=512)
-def _compile(source: str, options: tuple[str, ...], capability: tuple[int, int]) -> bytes:
-    text = (Path(__file__).parent / source).read_bytes()
-    target = f"--gpu-architecture=sm_{capability[0]}{capability[1]}"
+def _compile(
+    source: str, options: tuple[str, ...], capability: tuple[int, int], before: str
+) -> bytes:
+    folder = Path(__file__).parent
+    files = (folder / "codes.cuh", folder / source)
+    text = b"".join([before.encode(), *(file.read_bytes() for file in files)])
+    own = "a" if capability == (9, 0) else ""  # Hopper's own instructions, wgmma among them
+    target = f"--gpu-architecture=sm_{capability[0]}{capability[1]}{own}"
     flags = [target, "--std=c++17", "-default-device", *(f"-D{each}" for each in options)]
     program = _ask(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])

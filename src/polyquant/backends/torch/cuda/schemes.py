@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import NamedTuple
 
 from polyquant.kernel import Problem
@@ -19,8 +20,10 @@ INTEGERS = (QuantValue.Q8S, QuantValue.Q8F)
 _MOST_K = 1 << 16
 #: A block longer than any axis: one scale a row that has an offset, or is read chunk by chunk.
 _WHOLE_ROW = 1 << 30
-#: Rows of x, planes counted, that one block of threads takes at most.
-MOST_ROWS = 64
+#: Offsets that take the sum of x over a block.
+SUMMING = (_FLOAT_ZERO, _BIAS)
+#: Rows of x above which dequantizing the weight for cuBLAS is quicker (8192 x 8192, H200).
+_MOST_ROWS = MappingProxyType({"bfloat16": 256, "float16": 256, "float32": 64})
 
 
 def why_not(problem: Problem) -> str | None:
@@ -28,13 +31,13 @@ def why_not(problem: Problem) -> str | None:
     scheme = problem.b
     if not isinstance(scheme, QuantScheme) or isinstance(problem.a, QuantScheme):
         return "it multiplies a float by a quantized weight"
-    if problem.a not in ("bfloat16", "float16", "float32"):
+    if problem.a not in _MOST_ROWS:
         return f"it takes bfloat16, float16 and float32, not {problem.a}"
     if problem.layout[1] != (1, 0):
         return "it takes a weight of two axes, stored with the input axis last (x @ q.mT)"
     if problem.a == "float32" and scheme.mode is QuantMode.LOOKUP:
         return "a table's float32 entries do not enter a bf16 multiplier exactly"
-    most = MOST_ROWS // 4 if problem.a == "float32" else MOST_ROWS
+    most = _MOST_ROWS[problem.a]
     if problem.m > most:
         return f"it is for up to {most} rows of {problem.a}; more are quicker by cuBLAS"
     return _why_not_codes(scheme, problem.step) or _why_not_blocks(scheme)
@@ -68,6 +71,11 @@ class CodeKind(NamedTuple):
     number: int
     bits: int
     mantissa: int = 0
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether neighbours are decoded in pairs, not codes that are four apart."""
+        return self.number in (_E4M3, _E5M2, LOOKUP)
 
 
 def kind_of(scheme: QuantScheme) -> CodeKind | None:

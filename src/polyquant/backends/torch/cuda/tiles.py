@@ -1,18 +1,33 @@
-"""How a product is cut for ``mma.cu``: a table, measured, that ``pq.tune`` can replace."""
+"""How a product is cut: a table that was measured, committed beside this file.
+
+``tune.py`` measures anew; what it saves for a GPU takes the place of the committed table.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import json
+import math
+import os
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+#: The table as it is committed: measured on the GPU that it names.
+COMMITTED = Path(__file__).with_name("tiles.json")
 
 
 class Tiles(NamedTuple):
     """The tile sizes of mma.cu.
 
     ``rt, nt``: tiles of 16 rows of the weight and of 8 rows of x that a warp holds. ``wn, wk``:
-    warps of a block of threads beside each other, and along k; ``kc``: blocks
-    of threads of a cluster, along k. ``stages, chunk``: how many copies
-    are under way, and of how many values of k each. ``prefetch``: whether whole lines are asked for
-    at once.
+    warps of a block of threads beside each other, and along k; ``kc``: blocks of threads of a
+    cluster, along k. ``stages, chunk``: how many copies are under way, and of how many values of k
+    each. ``early``: whether blocks of threads may wait for the kernel before beside its last ones.
+    ``wide``: wgmma.cu, whose ``rt`` and ``wk`` are 1. ``blocks``: blocks of threads that a
+    multiprocessor must have registers for.
     """
 
     rt: int
@@ -22,7 +37,9 @@ class Tiles(NamedTuple):
     kc: int
     stages: int
     chunk: int
-    prefetch: int = 0
+    early: int = 0
+    wide: int = 0
+    blocks: int = 1
 
     def smaller(self) -> Tiles:
         """The same with less shared memory; itself where there is nothing left to give up."""
@@ -33,12 +50,71 @@ class Tiles(NamedTuple):
         return self._replace(wk=max(1, self.wk // 2))
 
 
-def tiles_of(bits: int, columns: int, n: int, k: int) -> Tiles:
-    """The tiles for a weight of n lines of k codes and so many rows of x, planes counted."""
-    nt = min(8, -(-columns // 8))
-    chunk = 256 if bits <= 4 else 128
+class Row(NamedTuple):
+    """A measurement: the kind and bits of codes, extents, rows of x (planes counted), its tiles."""
+
+    kind: int
+    bits: int
+    n: int
+    k: int
+    columns: int
+    tiles: Tiles
+    time_us: float
+
+
+@lru_cache(maxsize=4096)
+def tiles_of(kind: int, bits: int, columns: int, n: int, k: int, device: int) -> Tiles:
+    """The tiles of the nearest measurement, with as many tiles of x as these rows need."""
+    rows = table(device)
+    most = next((c for c in sorted({r.columns for r in rows}) if c >= columns), 0)
+    most = most or max(r.columns for r in rows)
+
+    def distance(row: Row) -> tuple[int, int, float]:
+        far = abs(math.log2(row.n / max(n, 1))) + abs(math.log2(row.k / max(k, 1)))
+        return abs(row.bits - bits), int(row.kind != kind), far
+
+    found = min((row for row in rows if row.columns == most), key=distance).tiles
+    return found._replace(nt=min(found.nt, -(-columns // 8)))
+
+
+@lru_cache(maxsize=16)
+def table(device: int) -> tuple[Row, ...]:
+    """The rows that a device chooses by: its own where it was tuned."""
+    own = own_path(torch.cuda.get_device_name(device))
+    found = json.loads((own if own.exists() else COMMITTED).read_text(encoding="utf-8"))
+    return tuple(row_of(row) for row in found["rows"])
+
+
+def row_of(numbers: list[Any]) -> Row:
+    """A row as JSON holds it: a list, with its tiles as one."""
+    kind, bits, n, k, columns, tiles, time_us = numbers
+    return Row(kind, bits, n, k, columns, Tiles(*tiles), time_us)
+
+
+def own_path(name: str) -> Path:
+    """Where the measurements of a GPU of that name are kept: under PQ_CACHE, or ~/.cache."""
+    folder = os.environ.get("PQ_CACHE") or Path.home() / ".cache" / "polyquant"
+    return Path(folder) / f"tiles-{name.replace(' ', '-')}.json"
+
+
+def candidates(bits: int, columns: int) -> list[Tiles]:
+    """What is worth measuring for so many rows of x: the best of some thousand tried once."""
+    nt = -(-columns // 8)
+    long, short = (512, 256) if bits <= 4 else (256, 128)
     if nt == 1:
-        return Tiles(1, 1, 1, 8, 1, 3, chunk)
-    if nt <= 2:
-        return Tiles(2, nt, 2, 4, 1, 3, chunk)
-    return Tiles(2, nt, 4, 2, 2, 3, chunk)
+        shapes = [
+            (1, 2, 4, 2, long, 2), (1, 2, 4, 3, short, 2), (2, 1, 8, 2, short, 1),
+            (2, 2, 4, 3, short, 1), (2, 2, 2, 3, short, 2), (1, 4, 2, 2, long, 1),
+            (2, 1, 4, 2, long, 1), (1, 2, 2, 3, long, 2), (1, 4, 4, 3, short, 1),
+        ]  # fmt: skip
+        made = [Tiles(r, 1, wn, wk, 1, s, c, 0, 0, b) for r, wn, wk, s, c, b in shapes]
+        made.append(Tiles(2, 1, 2, 2, 2, 3, short))
+        return [tiles._replace(early=early) for tiles, early in product(made, (0, 1))]
+    if nt == 2:
+        narrow = [(4, 1, 4, 1, 2, short), (2, 2, 2, 2, 2, short), (2, 2, 4, 1, 2, short),
+                  (4, 1, 8, 1, 2, short // 2), (2, 4, 2, 2, 3, short)]  # fmt: skip
+        wide = [Tiles(1, 2, 4, 1, 4, 2, short, 0, 1, 3), Tiles(1, 2, 8, 1, 2, 3, short, 0, 1, 2)]
+        return [Tiles(r, 2, wn, wk, kc, s, c, 1) for r, wn, wk, kc, s, c in narrow] + wide
+    step = min(nt, 16)
+    tall = product((4, 8), (1, 2, 4), (2, 3), (1, 2) if step <= 8 else (1,))
+    return [Tiles(1, step, wn, 1, kc, s, short, 0, 1, b) for wn, kc, s, b in tall]

@@ -1,0 +1,491 @@
+// What the kernels of this folder share: copies of lines to shared memory, stored numbers, and codes
+// as pairs of numbers. It stands before each of them; mma.cu says what the names mean.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+enum { SIGNED = 0, UNSIGNED = 1, MINIFLOAT = 2, E4M3 = 3, E5M2 = 4, LOOKUP = 5 };
+enum { F32_T = 0, F16_T = 1, BF16_T = 2, UE8M0_T = 3, UE4M3_T = 4, U8_T = 5 };
+enum { NO_OFFSET = 0, INTEGER_ZERO = 1, FLOAT_ZERO = 2, BIAS = 3 };
+
+constexpr int ROWS = 16 * RT, COLUMNS = 8 * NT, GROUPS = CHUNK / 32;
+constexpr int CODE_BYTES = CHUNK * BITS / 8;
+constexpr int CODE_PITCH = CODE_BYTES + (BITS <= 4 ? 16 : 32);  // rows of a quad's loads: other banks
+constexpr bool IN_BLOCKS = BLOCK != 0;
+constexpr int PER_CHUNK = !IN_BLOCKS ? 0 : (BLOCK >= CHUNK ? 1 : CHUNK / BLOCK);
+constexpr bool NATURAL = KIND == E4M3 || KIND == E5M2 || KIND == LOOKUP;
+constexpr bool HALVES = BLOCK == 16;  // a quad's 32 values hold two blocks: threads 0, 1 and 2, 3
+constexpr bool SUMS_X = OFFSET == FLOAT_ZERO || OFFSET == BIAS;
+constexpr int LUT_COPIES = 32;  // one for each bank
+
+__host__ __device__ constexpr int size_of(int type) {
+  return type == F32_T ? 4 : type == F16_T || type == BF16_T ? 2 : 1;
+}
+__host__ __device__ constexpr int padded(int bytes) { return (bytes + 15) / 16 * 16; }
+
+constexpr int SCALE_BYTES = PER_CHUNK * size_of(SCALE);
+constexpr int OFFSET_BYTES = OFFSET == NO_OFFSET ? 0 : PER_CHUNK * size_of(OFFSET_TYPE);
+constexpr int SCALE_PITCH = padded(SCALE_BYTES), OFFSET_PITCH = padded(OFFSET_BYTES);
+constexpr int WARP_STAGE = ROWS * (CODE_PITCH + SCALE_PITCH + OFFSET_PITCH);
+constexpr int LUT_BYTES = KIND == LOOKUP ? 256 * LUT_COPIES * 4 : 0;
+
+// -- copies ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+  return (u32)__cvta_generic_to_shared(p);
+}
+
+// PIECE bytes to shared memory.
+template <int PIECE>
+__device__ __forceinline__ void copy(u32 to, const u8* from) {
+  if constexpr (PIECE == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  } else if constexpr (PIECE == 8 || PIECE == 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(PIECE)
+                 : "memory");
+  } else if constexpr (PIECE == 2) {  // too short for cp.async
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(*(const u16*)from) : "memory");
+  } else {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "h"((u16)*from) : "memory");
+  }
+}
+
+// As many zeros where the source lies past its end.
+template <int PIECE>
+__device__ __forceinline__ void copy(u32 to, const u8* from, bool inside) {
+  if constexpr (PIECE == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(inside ? 16 : 0) : "memory");
+  } else if constexpr (PIECE == 8 || PIECE == 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(PIECE),
+                 "r"(inside ? PIECE : 0) : "memory");
+  } else if constexpr (PIECE == 2) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(inside ? *(const u16*)from : (u16)0)
+                 : "memory");
+  } else {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "h"(inside ? (u16)*from : (u16)0) : "memory");
+  }
+}
+
+// BYTES of each of a warp's rows: a run of lines of something.
+template <int BYTES, int PITCH, int PIECE>
+struct Lines {
+  static constexpr int PIECES = BYTES < PIECE ? 1 : BYTES / PIECE, ALL = ROWS * PIECES;
+  static constexpr bool IN_STEP = 32 % PIECES == 0;  // a lane keeps its place along the line
+  static constexpr int APART = IN_STEP ? 32 / PIECES : 1;
+  const u8 *lines, *mine;  // the first line of all; what the lane copies first
+  long long stride;
+  int first, last, rows_per, line;  // rows of the weight; how many have one line; bytes of a line
+
+  __device__ __forceinline__ Lines(const u8* lines, long long stride, int first, int n, int rows_per,
+                                   int line, int lane)
+      : lines(lines), stride(stride), first(first), last(n - 1), rows_per(rows_per), line(line) {
+    mine = lines + (first + lane / PIECES) * stride + lane % PIECES * PIECE;
+  }
+
+  // Those from byte `start` of the lines on; zeros past the ends.
+  __device__ __forceinline__ void fetch(u32 to, int start, int lane) const {
+    if (IN_STEP && rows_per == 1) {
+      const int row = lane / PIECES, byte = lane % PIECES * PIECE;
+      const u8* from = mine + start;
+      to += row * PITCH + byte;
+      if (ALL % 32 == 0 && first + ROWS <= last + 1 && start + BYTES <= line) {
+#pragma unroll
+        for (int i = 0; i < ALL / 32; i++, from += APART * stride)
+          copy<PIECE>(to + i * APART * PITCH, from);
+        return;
+      }
+      const bool inside = start + byte < line;
+#pragma unroll
+      for (int i = 0; i * 32 < ALL; i++, from += APART * stride)
+        if (ALL % 32 == 0 || lane + i * 32 < ALL)
+          copy<PIECE>(to + i * APART * PITCH, from, inside && first + row + i * APART <= last);
+    } else {
+      for (int i = lane; i < ALL; i += 32) {
+        const int row = i / PIECES, byte = i % PIECES * PIECE;
+        const long long at = min(first + row, last) / rows_per * stride + start + byte;
+        copy<PIECE>(to + row * PITCH + byte, lines + at, start + byte < line);
+      }
+    }
+  }
+};
+
+// -- numbers --------------------------------------------------------------------------------------
+
+template <int TYPE>
+__device__ __forceinline__ float number(const u8* p) {
+  if constexpr (TYPE == F32_T) return *(const float*)p;
+  if constexpr (TYPE == F16_T) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(*(const u16*)p));
+    return f;
+  }
+  if constexpr (TYPE == BF16_T) return __uint_as_float((u32)(*(const u16*)p) << 16);
+  if constexpr (TYPE == UE8M0_T) return __uint_as_float(*p ? (u32)*p << 23 : 0x400000u);
+  if constexpr (TYPE == UE4M3_T) {
+    float f;
+    asm("{.reg .b32 pair; .reg .b16 low, high; cvt.rn.f16x2.e4m3x2 pair, %1;"
+        " mov.b32 {low, high}, pair; cvt.f32.f16 %0, low;}" : "=f"(f) : "h"((u16)*p));
+    return f;
+  }
+  return (float)*p;
+}
+
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
+  u32 d;
+#if F16
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#else
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#endif
+  return d;
+}
+
+// Two float32 that the fragment's type holds exactly (a table's entries: rounded), the low one first.
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 d;
+#if F16
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+#endif
+  return d;
+}
+
+// A pair of f16 as a pair of the fragment's type.
+__device__ __forceinline__ u32 from_f16(u32 pair) {
+#if F16
+  return pair;
+#else
+  float low, high;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+      : "=f"(low), "=f"(high) : "r"(pair));
+  return pack(low, high);
+#endif
+}
+
+constexpr u32 ONE2 = F16 ? 0x3C003C00u : 0x3F803F80u;
+constexpr u32 MINUS_ZERO2 = 0x80008000u;
+constexpr u32 both(u32 half) { return half << 16 | half; }
+
+// -- codes ----------------------------------------------------------------------------------------
+
+constexpr u32 SIGN = KIND == SIGNED ? 1u << (BITS - 1) : 0;
+// 128 + u in bf16 (1024 + u in f16) is this with u in the lowest bits: for up to 7 (8) bits.
+constexpr u32 MAGIC = F16 ? 0x6400u : 0x4300u;
+constexpr bool BY_MAGIC = F16 || BITS < 8;
+
+// What takes MAGIC and the sign or zero point away again: -(128 + zero) in both halves.
+__device__ __forceinline__ u32 subtrahend(u32 zero) { return both(0x8000u | MAGIC) + both(1) * zero; }
+
+// a & mask ^ b in one instruction: the compiler makes it two where it knows both constants.
+__device__ __forceinline__ u32 and_xor(u32 a, u32 mask, u32 b) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(d) : "r"(a), "r"(mask), "r"(b));
+  return d;
+}
+
+// 8 codes of BITS bits, at a thread's place in a group's bytes, as 4 pairs of fields (i, i + 4), with
+// other bits above them.
+constexpr u32 MASK = both((1u << BITS) - 1);
+__device__ __forceinline__ void fields(const u8* line, int t, u32 w, u32* f) {
+  if constexpr (BITS == 4) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) f[i] = w >> 4 * i;
+  } else if constexpr (BITS == 2) {
+    w = __byte_perm(*(const u16*)(line + 2 * t), 0, 0x4140);
+#pragma unroll
+    for (int i = 0; i < 4; i++) f[i] = w >> 2 * i;
+  } else if constexpr (BITS == 1) {
+    w = line[t], w |= w << 12;
+#pragma unroll
+    for (int i = 0; i < 4; i++) f[i] = w >> i;
+  } else if constexpr (BITS == 8) {
+    uint2 pair = *(const uint2*)(line + 8 * t);
+#pragma unroll
+    for (int i = 0; i < 4; i++) f[i] = __byte_perm(pair.x, pair.y, i | (4 + i) << 8);
+  } else {
+    int byte = BITS * t;
+    const u32* words = (const u32*)(line + (byte & ~3));
+    u32 shift = 8 * (byte & 3);
+    u32 low = __funnelshift_r(words[0], words[1], shift);
+    u32 high = BITS > 4 ? __funnelshift_r(words[1], words[2], shift) : 0;
+    u64 whole = (u64)high << 32 | low;
+    u32 first = (u32)whole, second = (u32)(whole >> 4 * BITS);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      constexpr u32 ONE_MASK = (1u << BITS) - 1;
+      f[i] = (first >> BITS * i & ONE_MASK) | (second >> BITS * i & ONE_MASK) << 16;
+    }
+  }
+}
+
+// The 4 pairs of numbers of 8 codes. `word`: those of 4 bits, loaded already; `magic`: MAGIC and SIGN in both halves; `minus`: see subtrahend;
+// `zero`: as a float32, for 8-bit codes.
+__device__ __forceinline__ void decode(const u8* line, int t, u32 word, u32 magic, u32 minus, float zero,
+                                       const u32* lut, u32* a) {
+  if constexpr (KIND == LOOKUP) {
+    const u8* bank = (const u8*)lut + threadIdx.x % 32 * 4;
+    a[0] = *(const u32*)(bank + (word << 7 & 0x7F80));
+    a[1] = *(const u32*)(bank + (word >> 1 & 0x7F80));
+    a[2] = *(const u32*)(bank + (word >> 9 & 0x7F80));
+    a[3] = *(const u32*)(bank + (word >> 17 & 0x7F80));
+  } else if constexpr (KIND == E4M3) {
+    uint2 w = *(const uint2*)(line + 8 * t);
+    u32 words[2] = {w.x, w.y};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      u32 pair;
+      u16 codes = (u16)(words[i / 2] >> 16 * (i % 2));
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(codes));
+      a[i] = from_f16(pair);
+    }
+  } else if constexpr (KIND == E5M2) {  // the upper byte of an f16
+    uint2 w = *(const uint2*)(line + 8 * t);
+    u32 words[2] = {w.x, w.y};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      a[i] = from_f16(__byte_perm(words[i / 2], 0, i % 2 ? 0x3424 : 0x1404));
+  } else if constexpr (KIND == MINIFLOAT) {
+    // Exponent and mantissa in place are the number times a power of two, subnormals too.
+    constexpr int E = KIND == MINIFLOAT ? BITS - 1 - MANTISSA : 1, B = (1 << (E - 1)) - 1;
+    constexpr u32 POWER = F16 ? (30u - B) << 10 : (254u - B) << 7;
+    constexpr int UP = (F16 ? 10 : 7) - MANTISSA;
+    if constexpr (BITS == 4) {
+      constexpr u32 REST = both(7u << UP);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        u32 top = word << (12 - 4 * i);
+        a[i] = fma2((top & 0x80008000u) | (top >> (12 - UP) & REST), both(POWER), MINUS_ZERO2);
+      }
+    } else {
+      constexpr u32 REST = both((1u << (BITS - 1)) - 1);
+      u32 f[4];
+      fields(line, t, word, f);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        a[i] = fma2((f[i] & both(1u << (BITS - 1))) << (16 - BITS) | (f[i] & REST) << UP,
+                    both(POWER), MINUS_ZERO2);
+    }
+  } else if constexpr (BY_MAGIC) {
+    u32 f[4];
+    fields(line, t, word, f);
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = fma2(and_xor(f[i], MASK, magic), ONE2, minus);
+  } else {  // 8 bits to bf16: 2^23 + u in float32 is 0x4B000000 with u in the lowest bits
+    uint2 w = *(const uint2*)(line + 8 * t);
+    w.x ^= SIGN * 0x01010101u;
+    w.y ^= SIGN * 0x01010101u;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float low = __uint_as_float(__byte_perm(w.x, 0x4B000000u, 0x7440 | i));
+      float high = __uint_as_float(__byte_perm(w.y, 0x4B000000u, 0x7440 | i));
+      a[i] = pack(low - zero, high - zero);
+    }
+  }
+}
+
+// The words of 4-bit codes of two groups, of rows g and g + 8 each: ldmatrix hands thread t of a quad
+// its word t of 16 bytes.
+__device__ __forceinline__ void load_words(const u8* mine, u32 (*words)[2]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0][0]), "=r"(words[0][1]), "=r"(words[1][0]), "=r"(words[1][1])
+               : "r"(shared_address(mine)) : "memory");
+}
+
+// Pairs of entries, LUT_COPIES times, so that each lane reads its own bank. For f16 they are scaled
+// to use its whole range; returns what undoes that.
+__device__ __forceinline__ float build_lut(u32* lut, const float* table) {
+  float undo = 1.0f;
+#if F16
+  float top = 0.0f;
+  for (int i = 0; i < 16; i++) top = fmaxf(top, fabsf(table[i]));
+  int exponent = (int)(__float_as_uint(top) >> 23) - 127;  // 2^exponent <= top < 2^(exponent + 1)
+  int up = min(max(14 - exponent, -126), 126);
+  float by = __uint_as_float((u32)(127 + up) << 23);
+  undo = __uint_as_float((u32)(127 - up) << 23);
+#else
+  float by = 1.0f;
+#endif
+  for (int i = threadIdx.x; i < 256 * LUT_COPIES / 4; i += 32 * WN * WK) {
+    int entry = i / (LUT_COPIES / 4);
+    u32 pair = pack(table[entry & 15] * by, table[entry >> 4] * by);
+    ((uint4*)lut)[i] = make_uint4(pair, pair, pair, pair);
+  }
+  return undo;
+}
+
+struct Operands {
+  const u8* x;             // (M, XK) bf16 or f16
+  const u8* codes;         // N lines, code_stride bytes apart
+  const u8* scales;        // lines of scales, scale_stride bytes apart; BLOCK 0: one a line
+  const u8* offsets;
+  const float* tensor_scale;
+  const float* table;
+  void* y;                 // (M / PLANES, N)
+  long long code_stride, scale_stride, offset_stride;
+  int m, n, xk, chunks, code_line, scale_line, offset_line, block_rows;
+};
+
+// A warp's rows of the weight: chunks of codes, and the scales and offsets that belong to them.
+struct Weight {
+  Lines<CODE_BYTES, CODE_PITCH, CODE_PIECE> codes;
+  Lines<SCALE_BYTES, SCALE_PITCH, SCALE_PIECE> scales;
+  Lines<OFFSET_BYTES, OFFSET_PITCH, OFFSET_PIECE> offsets;
+
+  __device__ __forceinline__ Weight(const Operands& p, int first, int lane)
+      : codes(p.codes, p.code_stride, first, p.n, 1, p.code_line, lane),
+        scales(p.scales, p.scale_stride, first, p.n, p.block_rows, p.scale_line, lane),
+        offsets(p.offsets, p.offset_stride, first, p.n, p.block_rows, p.offset_line, lane) {}
+
+  __device__ __forceinline__ void fetch(u32 to, int chunk, int lane) const {
+    codes.fetch(to, chunk * CODE_BYTES, lane);
+    const int block = BLOCK >= CHUNK ? chunk / max(1, BLOCK / CHUNK) : chunk * PER_CHUNK;
+    if constexpr (IN_BLOCKS) scales.fetch(to + ROWS * CODE_PITCH, block * size_of(SCALE), lane);
+    if constexpr (OFFSET != NO_OFFSET)
+      offsets.fetch(to + ROWS * (CODE_PITCH + SCALE_PITCH), block * size_of(OFFSET_TYPE), lane);
+  }
+};
+
+// A chunk of the rows of x that a block of threads multiplies, copied by THREADS threads to wherever
+// `place` says that 16 bytes of a row go.
+template <int THREADS>
+struct Activations {
+  static constexpr int PIECES = CHUNK / 8;
+  static constexpr bool IN_STEP = THREADS % PIECES == 0;  // a thread keeps its place along the row
+  static constexpr int APART = IN_STEP ? THREADS / PIECES : 1;
+  const u8* mine;
+  int rows, row, piece, xk;
+
+  __device__ __forceinline__ Activations(const Operands& p, int first_m, int rows, int thread)
+      : rows(rows), row(IN_STEP ? thread / PIECES : 0), piece(IN_STEP ? thread % PIECES : thread),
+        xk(p.xk) {
+    mine = p.x + ((long long)(first_m + row) * xk + piece * 8) * 2;
+  }
+
+  template <class Place>
+  __device__ __forceinline__ void fetch(u32 to, int chunk, Place place) const {
+    const u8* from = mine + (long long)chunk * (CHUNK * 2);
+    const int k = chunk * CHUNK + piece * 8, step = APART * xk * 2;
+    if constexpr (IN_STEP) {
+      if (rows == COLUMNS && (chunk + 1) * CHUNK <= xk) {
+#pragma unroll
+        for (int i = 0; i * APART < COLUMNS; i++, from += step)
+          if (COLUMNS % APART == 0 || row + i * APART < COLUMNS)
+            copy<16>(to + place(row + i * APART, piece), from);
+        return;
+      }
+#pragma unroll
+      for (int i = 0; i * APART < COLUMNS; i++, from += step) {
+        if (i * APART >= rows) break;
+        if (row + i * APART < rows) copy<16>(to + place(row + i * APART, piece), from, k < xk);
+      }
+    } else {
+      for (int r = 0; r < rows; r++, from += step)
+#pragma unroll
+        for (int i = 0; i < PIECES; i += THREADS)
+          if (piece + i < PIECES)
+            copy<16>(to + place(r, piece + i), from + i * 16, k + i * 8 < xk);
+    }
+  }
+};
+
+// -- sums -----------------------------------------------------------------------------------------
+
+// The sums of one block, scaled, into the sums of all.
+__device__ __forceinline__ void close_block(float (*acc)[4], const float (*d)[4],
+                                            const float (*sum_x)[2], const u8* scales,
+                                            const u8* offsets) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float s = number<SCALE>(scales + half * 8 * SCALE_PITCH);
+    float o = 0.0f;
+    if constexpr (SUMS_X) o = number<OFFSET_TYPE>(offsets + half * 8 * OFFSET_PITCH);
+#pragma unroll
+    for (int j = 0; j < NT; j++) {
+#pragma unroll
+      for (int c = 0; c < (X_ROWS == 1 ? 1 : 2); c++) {  // of one row of x only column 0 counts
+        float whole = d[j][2 * half + c];
+        float& to = acc[j][2 * half + c];
+        if constexpr (OFFSET == FLOAT_ZERO) whole = __fsub_rn(whole, __fmul_rn(o, sum_x[j][c]));
+        if constexpr (OFFSET == BIAS) {
+          to += __fadd_rn(__fmul_rn(whole, s), __fmul_rn(o, sum_x[j][c]));
+        } else {
+          to = fmaf(whole, s, to);
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+// A number in the shared memory of a block of threads of the cluster.
+__device__ __forceinline__ float peer(const float* p, int rank) {
+  if constexpr (KC == 1) return *p;
+  u32 there;
+  float f;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(f) : "r"(there) : "memory");
+  return f;
+}
+
+// A warp's sums of 16 rows to shared memory, by slice, column and row.
+constexpr int SUMS_LINE = ROWS * WN + 1;  // an odd pitch in floats
+__device__ __forceinline__ void put_sums(float* sums, const float (*acc)[4], int slice, int row,
+                                         int m_here, int lane) {
+#pragma unroll
+  for (int j = 0; j < NT; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int column = 8 * j + lane % 4 * 2 + i % 2;
+      if (column < m_here)
+        sums[(slice * COLUMNS + column) * SUMS_LINE + row + lane / 4 + i / 2 * 8] = acc[j][i];
+    }
+}
+
+// The slices of a cluster together, in order, scaled, and out: each block of threads its share.
+__device__ __forceinline__ void finish(const Operands& p, const float* sums, int first_m, int m_here,
+                                       float undo) {
+  if constexpr (KC > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  constexpr int THREADS = 32 * WN * WK;
+  float whole = undo * (p.tensor_scale ? *p.tensor_scale : 1.0f);
+  for (int i = threadIdx.x + blockIdx.z * THREADS; i < ROWS * WN * (m_here / PLANES);
+       i += THREADS * KC) {
+    int row = i % (ROWS * WN), column = i / (ROWS * WN), n = blockIdx.x * (ROWS * WN) + row;
+    if (n >= p.n) continue;
+    float y = 0.0f;
+#pragma unroll
+    for (int plane = PLANES - 1; plane >= 0; plane--) {  // the smallest first
+      float one = 0.0f;
+#pragma unroll
+      for (int s = 0; s < WK * KC; s++)
+        one += peer(sums + (s % WK * COLUMNS + column * PLANES + plane) * SUMS_LINE + row, s / WK);
+      y += one;
+    }
+    if constexpr (!IN_BLOCKS) y *= number<SCALE>(p.scales + n / p.block_rows * p.scale_stride);
+    y *= whole;
+    long long at = (long long)(first_m / PLANES + column) * p.n + n;
+#if OUT == 0
+    ((float*)p.y)[at] = y;
+#elif OUT == 1
+    u16 half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(y));
+    ((u16*)p.y)[at] = half;
+#else
+    u16 half;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(y));
+    ((u16*)p.y)[at] = half;
+#endif
+  }
+  if constexpr (KC > 1) cluster_sync();  // none leaves while another reads its sums
+}

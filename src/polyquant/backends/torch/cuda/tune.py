@@ -1,0 +1,101 @@
+"""Measuring which tiles are quickest on the GPU at hand, and keeping the answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from polyquant import standard
+from polyquant.backends.torch.cuda import encode, mma
+from polyquant.backends.torch.cuda.schemes import kind_of
+from polyquant.backends.torch.cuda.tiles import Row, Tiles, candidates, own_path, table, tiles_of
+from polyquant.qtensor import QTensor
+from polyquant.scheme import scheme as as_scheme
+
+#: One scheme for each way of decoding that has a speed of its own.
+SCHEMES = ("q4s-32", "nf4", "mxfp4", "q8s-row", "fp8-row", "q2s/64:f16")
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192))
+ROWS_OF_X = (1, 4, 8, 16, 32, 64, 128, 256)
+#: Bytes of the copies of a weight, so that none is found in a cache, and replays of each graph.
+_COPIES_BYTES, _REPLAYS = 240e6, 7
+
+
+def tune(
+    device: str,
+    schemes: Sequence[str] = SCHEMES,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    path: Path | None = None,
+) -> Path:
+    """Measure every candidate on random weights; returns the file that holds the quickest."""
+    place = torch.device(device.partition(":")[2])
+    name = torch.cuda.get_device_name(place)
+    rows = []
+    with torch.cuda.device(place):
+        for scheme in schemes:
+            for n, k in shapes:
+                rows += _measured(scheme, n, k, place)
+    path = path or own_path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    path.write_text(f'{{"gpu": {json.dumps(name)}, "rows": [\n  {lines}\n]}}\n', encoding="utf-8")
+    table.cache_clear()
+    tiles_of.cache_clear()
+    return path
+
+
+def _measured(scheme: str, n: int, k: int, place: torch.device) -> list[Row]:
+    made = as_scheme(scheme)
+    kind = kind_of(made)
+    weights = [weight.mT for weight in copies(scheme, n, k, place)]
+    rows = []
+    for columns in ROWS_OF_X:
+        x = torch.randn(columns, k, device=place).to(torch.bfloat16)
+        y = torch.empty(columns, n, device=place, dtype=torch.bfloat16)
+
+        def time_us(tiles: Tiles, x: Any = x, y: Any = y) -> float:
+            calls = [lambda w=w: mma.multiply(x, w, y, tiles) for w in weights]
+            return graph_us(calls, _REPLAYS)
+
+        timed = [(time_us(tiles), tiles) for tiles in candidates(made.bits, columns)]
+        best_us, best = min(timed)
+        number = 0 if kind is None else kind.number
+        rows.append(Row(number, made.bits, n, k, columns, best, round(best_us, 2)))
+    return rows
+
+
+def copies(scheme: str, n: int, k: int, place: torch.device) -> list[QTensor]:
+    """A random weight under a scheme, as often as it takes to be read from memory each time."""
+    w = torch.randn(n, k, device=place)
+    made = as_scheme(scheme)
+    entries = standard.named_constant(w, made)
+    q = encode.quantize(w, made, "minmax", table=entries)
+    count = min(24, max(4, -(-int(_COPIES_BYTES) // q.nbytes)))
+    return [q, *(q._map(lambda a: a.clone(), q.device) for _ in range(count - 1))]
+
+
+def graph_us(calls: Sequence[Any], replays: int) -> float:
+    """Microseconds of a call: the median of replays of a graph that holds all of them."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times: list[float] = []
+    for _ in range(replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return median(times)
