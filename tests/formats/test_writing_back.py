@@ -16,6 +16,9 @@ import polyquant as pq
 from peers import assert_same, decoded, fixture, names
 from polyquant.errors import CorruptData, InvalidName, UnsupportedDtype
 from polyquant.formats import WRITERS, TensorInfo
+from polyquant.models import resumable
+from polyquant.models.conversion import plan
+from polyquant.models.targets import target_of
 
 #: Files that are not written as they were: an older version's zero points or packing, or layouts
 #: that the writer packs instead. Their values are the same.
@@ -135,6 +138,42 @@ def test_compressed_tensors_reads_what_we_write(scheme: str, tmp_path: Path) -> 
     made = compressor.decompress(given, scheme_of_tool)["weight"]
     wanted = torch.tensor(q.dequantize()).to(made.dtype).float().numpy()
     np.testing.assert_array_equal(made.float().numpy(), wanted)
+
+
+@needs("compressed_tensors")
+@needs("transformers")
+@pytest.mark.filterwarnings("ignore")  # of the libraries' own code
+def test_transformers_loads_a_folder_that_we_write(tmp_path: Path) -> None:
+    """A small model converted as a whole: the same logits as with the dequantized weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        tie_word_embeddings=False,
+    )
+    for folder in ("in", "out"):
+        (tmp_path / folder).mkdir()
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "in")
+    source, target = resumable.Source(tmp_path / "in"), target_of("compressed-tensors:w4a16")
+    with source.open() as ck:
+        steps = plan(ck, target, exclude=["*embed*", "lm_head*"], requantize=True)
+    resumable.run(source, target, tmp_path / "out" / "model.safetensors", steps)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with pq.open_checkpoint(tmp_path / "out") as ck:
+        assert ck.format == "compressed-tensors"
+        values = {name: torch.tensor(decoded(ck[name])) for name in ck}
+    model.load_state_dict(values)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
 @needs("mlx")

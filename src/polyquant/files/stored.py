@@ -42,6 +42,15 @@ def base_of(info: TensorInfo) -> str:
     return base
 
 
+def plain_modules(plan: Sequence[TensorInfo]) -> list[str]:
+    """The modules whose weights are matrices and not quantized: configs name them."""
+    return [
+        info.name.removesuffix(".weight")
+        for info in plan
+        if info.scheme is None and len(info.shape) == 2 and info.name.endswith(".weight")
+    ]
+
+
 def check_held(
     plan: Sequence[TensorInfo], why_not_hold: Callable[[TensorInfo], str | None], format: str
 ) -> None:

@@ -30,6 +30,7 @@ from polyquant.files.stored import (
     base_of,
     check_held,
     open_stored_writer,
+    plain_modules,
     plain_why_not,
 )
 from polyquant.files.strict_json import parse_object
@@ -205,12 +206,12 @@ def _read_four_bit(
 
 # -- writing ----------------------------------------------------------------------------------
 
-#: Variant -> the scheme that its weights have.
+#: Variant -> the scheme that its weights have. Doubly quantized ones, whose maxima share one offset
+#: for the whole tensor, are only carried over.
 VARIANTS: Mapping[str, str] = MappingProxyType(
     {
         "nf4": "u4[nf4]/64:f32",
         "fp4": "u4[fp4]/64:f32",
-        "nf4-double": "u4[nf4]/64:(u8[dynamic8]/256:f32+bias:f32)~flat",
         "int8": "q8s/row:absmax.f32",
     }
 )
@@ -265,7 +266,9 @@ def open_writer(
     kinds = {info.scheme.table for info in plan if info.scheme is not None}
     is_int8 = kinds == {None}
     nested = any(isinstance(i.scheme.scale, QuantScheme) for i in plan if i.scheme is not None)
-    config = {"quant_method": NAME, "load_in_8bit": is_int8, "load_in_4bit": not is_int8}
+    config: dict[str, Any] = {"quant_method": NAME}
+    config |= {"load_in_8bit": is_int8, "load_in_4bit": not is_int8}
+    config["llm_int8_skip_modules"] = plain_modules(plan) or None
     if not is_int8:
         config |= {
             "bnb_4bit_quant_type": next(iter(sorted(k for k in kinds if k)), "nf4"),

@@ -31,6 +31,7 @@ from polyquant.files.stored import (
     base_of,
     check_held,
     open_stored_writer,
+    plain_modules,
     plain_why_not,
     scale_code,
 )
@@ -48,7 +49,7 @@ FACTS = Facts(
     exact="bit-equal; in bfloat16 after one rounding",
     writes="pack-quantized, nvfp4, mxfp4",
     bytes="yes, but for the packing before 0.11",
-    checked="compressed-tensors 0.20.1",
+    checked="compressed-tensors 0.20.1, transformers 5.24",
 )
 PACKED, SCALE = ".weight_packed", ".weight_scale"
 _BYTES = ("U8", "I8")
@@ -384,7 +385,7 @@ def open_writer(
         "quant_method": NAME,
         "format": formats[0] if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "ignore": [],
+        "ignore": plain_modules(plan),
         "config_groups": {
             f"group_{number}": {
                 "targets": targets if len(groups) > 1 else ["Linear"],
