@@ -9,35 +9,33 @@ namespace pq::PQ_TARGET {
 
 constexpr int kUnit = 32;
 constexpr int kPanelDepth8 = 512;
-// Above this a scale times a unit's sum might not be a float32; such products are left to float32.
-constexpr float kLargestScale = 0x1p100f;
+// Scales in this range: their products are float32 numbers, and so are those with a unit's sum.
+// Other products are left to float32.
+constexpr float kSmallestScale = 0x1p-60f, kLargestScale = 0x1p60f;
 
-// Scales of a line, one per unit of 32; false where one is too large, or 2^-127.
+// Scales of a line, one per unit of 32, filled up with zeros; false where one is out of range.
 inline bool unit_scales(const Weight& w, int64_t row, int64_t units, float* scratch, float* out) {
-  grid_line(w.scale, w.grid_length, row, 0, w.grid_length, scratch);
   if (has_zero(w.scale, w.grid_length, row, 0, w.grid_length)) return false;
-  F most = zero();
-  if (w.grid_length == 1 || w.block != kUnit) {
+  if (w.block == kUnit && w.grid_length > 1) {
+    grid_line(w.scale, w.grid_length, row, 0, w.grid_length, out);
+    for (int64_t u = w.grid_length; u < units; ++u) out[u] = 0.0f;
+  } else {
+    grid_line(w.scale, w.grid_length, row, 0, w.grid_length, scratch);
     const int64_t each = w.grid_length == 1 ? units : w.block / kUnit;
     for (int64_t u = 0, g = 0; u < units; ++g) {
-      const int64_t end = min64(units, u + each);
       const float s = scratch[g < w.grid_length ? g : w.grid_length - 1];
-      for (; u < end; ++u) out[u] = s;
+      for (const int64_t end = min64(units, u + each); u < end; ++u) out[u] = s;
     }
-  } else {
-    std::memcpy(out, scratch, 4 * static_cast<size_t>(w.grid_length));
-    for (int64_t u = w.grid_length; u < units; ++u) out[u] = 0.0f;
   }
+  const bool is_narrow = w.scale.number == Number::kF16 || w.scale.number == Number::kE4M3;
+  if (is_narrow && !w.scale.tensor_scale) return true;
+  F most = zero(), least = set1(1.0f);
   for (int64_t u = 0; u < units; u += kWidth) {
-    float some[kWidth] = {};
-    const float* p = out + u;
-    if (units - u < kWidth) {
-      std::memcpy(some, p, 4 * static_cast<size_t>(units - u));
-      p = some;
-    }
-    most = max(most, magnitude(load(p)));
+    const F v = zeros_as_one(magnitude(load_some(out + u, units - u)));
+    most = max(most, v);
+    least = min(least, v);
   }
-  return highest(most) <= kLargestScale;
+  return highest(most) <= kLargestScale && lowest(least) >= kSmallestScale;
 }
 
 // -- x ----------------------------------------------------------------------------------------
@@ -46,7 +44,7 @@ inline bool unit_scales(const Weight& w, int64_t row, int64_t units, float* scra
 inline bool pack_codes(const Weight& x, int64_t first, int64_t last, const Codes8& to) {
   [[maybe_unused]] const FlushSubnormals mode;
   bool fine = true;
-  float* const scratch = new float[static_cast<size_t>(x.grid_length + 64)];
+  float* const scratch = new float[static_cast<size_t>(2 * x.grid_length + to.units + 128)];
   for (int64_t row = first; row < last; ++row) {
     int8_t* codes = to.codes + row * to.padded;
     const uint8_t* p = x.data + row * x.line_bytes;
@@ -59,7 +57,9 @@ inline bool pack_codes(const Weight& x, int64_t first, int64_t last, const Codes
       codes[i] = static_cast<int8_t>(static_cast<int32_t>(top) >> (32 - x.value_bits));
     }
     std::memset(codes + x.length, 0, static_cast<size_t>(to.padded - x.length));
-    fine &= unit_scales(x, x.grid_row(row), to.padded / kUnit, scratch, to.scales + row * to.units);
+    float* const scales = scratch + x.grid_length + 64;  // where a line may be written too far
+    fine &= unit_scales(x, x.grid_row(row), to.units, scratch, scales);
+    std::memcpy(to.scales + row * to.units, scales, 4 * static_cast<size_t>(to.units));
   }
   delete[] scratch;
   return fine;
@@ -67,9 +67,14 @@ inline bool pack_codes(const Weight& x, int64_t first, int64_t last, const Codes
 
 // -- few rows ---------------------------------------------------------------------------------
 
-// x laid out for dot8: per step of kStep8 codes the codes (as the instruction set wants them), minus
-// the sums of each lane's codes, and a scale a lane.
+// x laid out for dot8: per step of kStep8 codes the codes (as the instruction set wants them), and
+// minus the sums of each lane's codes, times the weight's bias where that is the same everywhere.
 inline void pack_steps(const Codes8& x, int64_t rows, const Weight8& w, const Steps& to) {
+  const int64_t stride = to.steps * (kStep8 / kUnit) + 16;  // of the scales of a row
+  for (int64_t m = 0; m < rows; ++m) {
+    std::memcpy(to.scales + m * stride, x.scales + m * x.units, 4 * static_cast<size_t>(x.units));
+    for (int64_t u = x.units; u < stride; ++u) to.scales[m * stride + u] = 0.0f;
+  }
   const I minus = set1_int(w.has_zero_point ? -1 : -w.bias);
   for (int64_t m = 0; m < rows; ++m)
     for (int64_t step = 0; step < to.steps; ++step) {
@@ -77,15 +82,14 @@ inline void pack_steps(const Codes8& x, int64_t rows, const Weight8& w, const St
       uint8_t* const codes = to.codes + at * kStepBytes;
       put_step(x.codes + m * x.padded + step * kStep8, codes);
       store_int(to.sums + at * kWidth, mul_int(step_sums(codes), minus));
-      store(to.scales + at * kWidth, lane_scales(x.scales + m * x.units + step * (kStep8 / kUnit)));
     }
 }
 
-// One step against kRows rows of x. zeros: the units' zero points, where there are any.
+// One step against kRows rows of x. scales: of each row's units, times the line's. zeros: the units'
+// zero points, where there are any.
 template <int kRows, bool kZero, class B>
-PQ_INLINE void dot8_at(const B& fields, int64_t step, const float* scales, const float* zeros,
-                       const Steps& x, F (&acc)[kRows]) {
-  const F s = lane_scales(scales + step * (kStep8 / kUnit));
+PQ_INLINE void dot8_at(const B& fields, int64_t step, const float* scales, int64_t stride,
+                       const float* zeros, const Steps& x, F (&acc)[kRows]) {
   I zero_points{};
   if constexpr (kZero) zero_points = to_int(lane_scales(zeros + step * (kStep8 / kUnit)));
 #pragma GCC unroll 4
@@ -94,24 +98,25 @@ PQ_INLINE void dot8_at(const B& fields, int64_t step, const float* scales, const
     I start = load_int(x.sums + at * kWidth);
     if constexpr (kZero) start = mul_int(start, zero_points);
     const F total = to_float(dot8_step(start, fields, x.codes + at * kStepBytes));
-    acc[m] = fma(mul(total, s), load(x.scales + at * kWidth), acc[m]);
+    acc[m] = fma(total, lane_scales(scales + m * stride + step * (kStep8 / kUnit)), acc[m]);
   }
 }
 
 // The steps that begin inside a line and may end beyond it.
 template <int kRows, bool kZero, class Bytes>
 __attribute__((noinline)) void dot8_rest(const Bytes& bytes, const uint8_t* p, int64_t line_codes,
-                                         int64_t step, const float* scales, const float* zeros,
-                                         const Steps& x, F (&acc)[kRows]) {
+                                         int64_t step, const float* scales, int64_t stride,
+                                         const float* zeros, const Steps& x, F (&acc)[kRows]) {
   for (; step < x.steps; ++step)
     dot8_at<kRows, kZero>(bytes.part(p + step * bytes.step, line_codes - step * bytes.step), step,
-                          scales, zeros, x, acc);
+                          scales, stride, zeros, x, acc);
 }
 
 // A line: whole pairs of steps, with everything in registers, then the rest.
 template <int kRows, bool kZero, class Bytes>
 PQ_INLINE void dot8_line(const Bytes bytes, const uint8_t* p, int64_t line_codes,
-                         const float* scales, const float* zeros, const Steps x, F (&sums)[kRows]) {
+                         const float* scales, int64_t stride, const float* zeros, const Steps x,
+                         F (&sums)[kRows]) {
   const int64_t pairs = min64(line_codes / bytes.step, x.steps) / 2;
   F even[kRows], odd[kRows];
   for (auto& sum : even) sum = zero();
@@ -119,12 +124,12 @@ PQ_INLINE void dot8_line(const Bytes bytes, const uint8_t* p, int64_t line_codes
   const uint8_t* at = p;
   for (int64_t i = 0; i < pairs; ++i, at += 2 * bytes.step) {
     prefetch(at + 1024);
-    dot8_at<kRows, kZero>(bytes(at), 2 * i, scales, zeros, x, even);
-    dot8_at<kRows, kZero>(bytes(at + bytes.step), 2 * i + 1, scales, zeros, x, odd);
+    dot8_at<kRows, kZero>(bytes(at), 2 * i, scales, stride, zeros, x, even);
+    dot8_at<kRows, kZero>(bytes(at + bytes.step), 2 * i + 1, scales, stride, zeros, x, odd);
   }
   for (int m = 0; m < kRows; ++m) sums[m] = add(even[m], odd[m]);
   if (2 * pairs < x.steps)
-    dot8_rest<kRows, kZero>(bytes, p, line_codes, 2 * pairs, scales, zeros, x, sums);
+    dot8_rest<kRows, kZero>(bytes, p, line_codes, 2 * pairs, scales, stride, zeros, x, sums);
 }
 
 template <int kRows, bool kZero, class Bytes>
@@ -132,10 +137,11 @@ inline bool dot8_lines(const Weight& w, const Weight8& kind, const Steps& x, int
                        int64_t first_line, int64_t first, int64_t last, const Output& y) {
   [[maybe_unused]] const FlushSubnormals mode;
   const Bytes bytes(kind);
-  const int64_t steps = x.steps, units = steps * (kStep8 / kUnit);
+  const int64_t units = x.steps * (kStep8 / kUnit), stride = units + 16;
   const int64_t line_codes = (w.length * w.bits + 7) / 8;
-  float* const scales = new float[static_cast<size_t>(3 * units + w.grid_length + 256)];
-  float *const scratch = scales + units + 64, *const zeros = scratch + w.grid_length + 64;
+  float* const products = new float[static_cast<size_t>((kRows + 2) * stride + w.grid_length + 128)];
+  float *const scales = products + kRows * stride, *const zeros = scales + stride + 16;
+  float* const scratch = zeros + stride + 16;
   bool fine = true;
   for (int64_t n = first; n < last && fine; ++n) {
     const int64_t line = first_line + n, row = w.grid_row(line);
@@ -145,13 +151,19 @@ inline bool dot8_lines(const Weight& w, const Weight8& kind, const Steps& x, int
       by_zero.scale = w.offset;
       unit_scales(by_zero, row, units, scratch, zeros);
     }
+    for (int64_t u = 0; u < units; u += kWidth) {
+      const F s = load(scales + u);
+#pragma GCC unroll 4
+      for (int m = 0; m < kRows; ++m)
+        store(products + m * stride + u, mul(s, load(x.scales + m * stride + u)));
+    }
     F acc[kRows];
     const uint8_t* const p = w.data + line * w.line_bytes;
-    dot8_line<kRows, kZero>(bytes, p, line_codes, scales, zeros, x, acc);
+    dot8_line<kRows, kZero>(bytes, p, line_codes, products, stride, zeros, x, acc);
     for (int m = 0; m < kRows && m < rows; ++m)
       write_sum(y, m * y.row_stride + n, sum(acc[m]) * kind.factor);
   }
-  delete[] scales;
+  delete[] products;
   return fine;
 }
 
@@ -299,8 +311,8 @@ inline bool panel8(const Weight& w, const Weight8& kind, const Codes8& x, const 
   constexpr int64_t kStride8 = kPanelDepth8 + 64;
   float* const sums = scratch;
   float* const scales = sums + kPanelLines * stride;
-  float* const zeros = scales + kPanelLines * units;
-  float* const one_line = zeros + (kind.has_zero_point ? kPanelLines * units : 0);
+  float* const zeros = scales + kPanelLines * units + 16;  // a line may be written too far
+  float* const one_line = zeros + (kind.has_zero_point ? kPanelLines * units + 16 : 0);
   uint8_t* const codes = reinterpret_cast<uint8_t*>(one_line + w.grid_length + 64);
   const int64_t line_codes = (w.length * w.bits + 7) / 8;
   alignas(64) float out[kPanelLines];

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <new>
@@ -276,11 +277,13 @@ class Matrix {
   bool by_dots8(const Kernels& k, const Weight8& kind, const Codes8& codes, int64_t rows,
                 const Output& y, int workers) const {
     const int64_t steps = ceil_div(codes.padded, k.step8), padded_rows = rows == 3 ? 4 : rows;
+    const int64_t scales = padded_rows * (steps * (k.step8 / 32) + 16);
     const int64_t lanes = padded_rows * steps * k.width;
-    float* const memory = x_scratch.floats(2 * lanes + padded_rows * steps * k.step8_bytes / 4);
-    const Steps x{reinterpret_cast<uint8_t*>(memory + 2 * lanes),
-                  reinterpret_cast<int32_t*>(memory + lanes), memory, steps};
-    if (rows == 3) std::fill(memory, memory + 2 * lanes + padded_rows * steps * k.step8_bytes / 4, 0.0f);
+    const int64_t size = scales + lanes + padded_rows * steps * k.step8_bytes / 4;
+    float* const memory = x_scratch.floats(size + 64);
+    const Steps x{reinterpret_cast<uint8_t*>(memory), reinterpret_cast<int32_t*>(memory + size - scales - lanes),
+                  memory + size - scales, steps};
+    if (rows == 3) std::fill(memory, memory + size, 0.0f);
     k.pack_steps(codes, rows, kind, x);
     std::atomic<bool> fine{true};
     const int64_t step = std::max<int64_t>(8, ceil_div(w_.lines, 16 * workers));
@@ -483,6 +486,11 @@ class Coder {
     require(code >= 0 && code <= 2 && offset_kind >= 0 && offset_kind <= 2, "unknown kind");
     require(value_bits >= 1 && value_bits <= store_bits && store_bits <= 8, "bits run from 1 to 8");
     require(mantissa_bits >= 0 && mantissa_bits < 8 && bias >= 0 && bias < 100, "no such minifloat");
+    // Codes index tables, so a minifloat's largest number must have one.
+    const int exponent_bits = value_bits - 1 - mantissa_bits;
+    require(code != 1 || (exponent_bits >= 1 && high <= std::ldexp(2.0f - std::ldexp(1.0f, -mantissa_bits),
+                                                                   (1 << exponent_bits) - 1 - bias)),
+            "a minifloat's largest number is beyond its codes");
     require(code != 2 || (codes_.size() == midpoints_.size() + 1 && codes_.size() <= 256),
             "a table has a code more than midpoints");
     e_.code = static_cast<Code>(code);

@@ -278,6 +278,13 @@ struct Spread {
 
 constexpr int kStep8 = 32, kStepBytes = 64;  // x as 16-bit numbers: pairs cannot overflow then
 
+inline F zeros_as_one(F v) {
+  return _mm256_or_ps(v, _mm256_and_ps(_mm256_cmp_ps(v, zero(), _CMP_EQ_OQ), set1(1.0f)));
+}
+inline F load_some(const float* p, int64_t count) {  // zeros beyond
+  return count >= kWidth ? load(p) : _mm256_maskload_ps(p, first(static_cast<int>(count)));
+}
+
 inline I load_int(const int32_t* p) { return _mm256_loadu_si256((const I*)p); }
 inline I mul_int(I a, I b) { return _mm256_mullo_epi32(a, b); }
 inline F to_float(I v) { return _mm256_cvtepi32_ps(v); }

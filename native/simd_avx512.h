@@ -249,6 +249,13 @@ struct Spread {
 
 constexpr int kStep8 = 64, kStepBytes = 64;
 
+inline F zeros_as_one(F v) {
+  return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(v, zero(), _CMP_EQ_OQ), set1(1.0f));
+}
+inline F load_some(const float* p, int64_t count) {  // zeros beyond
+  return count >= kWidth ? load(p) : _mm512_maskz_loadu_ps(first(static_cast<int>(count)), p);
+}
+
 inline I load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline I mul_int(I a, I b) { return _mm512_mullo_epi32(a, b); }
 inline F to_float(I v) { return _mm512_cvtepi32_ps(v); }

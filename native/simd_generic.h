@@ -224,6 +224,11 @@ struct Spread {
 
 constexpr int kStep8 = 32, kStepBytes = 32;
 
+inline F zeros_as_one(const F& v) { return each<F>([&](int i) { return v.at[i] == 0.0f ? 1.0f : v.at[i]; }); }
+inline F load_some(const float* p, int64_t count) {  // zeros beyond
+  return each<F>([&](int i) { return i < count ? p[i] : 0.0f; });
+}
+
 inline I load_int(const int32_t* p) { return each<I>([&](int i) { return static_cast<uint32_t>(p[i]); }); }
 inline I mul_int(const I& a, const I& b) { return each<I>([&](int i) { return a.at[i] * b.at[i]; }); }
 inline F to_float(const I& v) { return each<F>([&](int i) { return static_cast<float>(static_cast<int32_t>(v.at[i])); }); }

@@ -288,6 +288,15 @@ struct Spread {
 
 constexpr int kStep8 = 32, kStepBytes = 32;
 
+inline F zeros_as_one(F v) {
+  return float_of(where({vceqzq_f32(v.a), vceqzq_f32(v.b)}, bits_of(set1(1.0f)), bits_of(v)));
+}
+inline F load_some(const float* p, int64_t count) {  // zeros beyond
+  float some[kWidth] = {};
+  std::memcpy(some, p, 4 * static_cast<size_t>(count < kWidth ? count : kWidth));
+  return load(some);
+}
+
 // 32 codes as unsigned bytes; kBits 0 is any width, kTable whether there may be a table.
 template <int kBits, bool kTable>
 struct Bytes8 {
