@@ -70,9 +70,10 @@ def _why_not_dequantize(problem: Problem) -> str | None:
 
 
 def _why_not_quantize(problem: Problem) -> str | None:
-    if not problem.option:  # asked what a device has, of no scheme in particular
+    # What "quantize" is asked of a scheme alone (supports, devices) has no array's dtype.
+    scheme = parse(problem.option) if problem.option else problem.a
+    if not isinstance(scheme, QuantScheme):
         return _lacks_triton()
-    scheme = parse(problem.option)
     if scheme.extras:
         return f"it does not know {scheme.extras[0]}"
     if scheme.bits not in (1, 2, 4, 8) or scheme.store is not QuantStore.PACKED_U32:

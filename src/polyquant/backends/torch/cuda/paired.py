@@ -12,9 +12,12 @@ import triton.language as tl
 
 from polyquant.backends.torch.cuda import decode
 from polyquant.qtensor import QTensor
+from polyquant.values import ScaleDtype
 
 #: cuBLAS wants lines of whole 16 bytes, and more than 16 of them on the left for int8.
 _STEP, _LEAST_ROWS = 16, 17
+#: From so many rows on cuBLAS is quicker with a scale a row than with none and scaling afterwards.
+_ROWS = 256
 
 
 @triton.jit
@@ -50,6 +53,17 @@ def matmul_fp8(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
     if not a.size or not b.size:
         return _nothing(a, b, dtype)
     left, right = (_codes(side, torch.float8_e4m3fn, _STEP) for side in (a, b))
+    plain = all(
+        side.scheme.scale is ScaleDtype.F32 and side.tensor_scale is None for side in (a, b)
+    )
+    whole = [side.scheme.block is None for side in (a, b)]
+    narrow = dtype is torch.bfloat16 and a.shape[0] >= _ROWS and not any(whole)
+    if plain and left.shape[0] == a.shape[0] and right.shape[0] == b.shape[1]:
+        if all(whole):  # cuBLAS scales by itself
+            scales = a.scales.reshape(()), b.scales.reshape(())
+            return torch._scaled_mm(left, right.mT, *scales, out_dtype=dtype)
+        if narrow:
+            return torch._scaled_mm(left, right.mT, a.scales, b.scales.mT, out_dtype=dtype)
     one = torch.ones((), dtype=torch.float32, device=left.device)
     sums = torch._scaled_mm(left, right.mT, one, one, out_dtype=torch.float32)
     return _scaled(sums, a, b, dtype)
@@ -60,6 +74,7 @@ def _codes(q: QTensor, dtype: torch.dtype, least: int) -> torch.Tensor:
     lines, k = q.data.shape[0], q.stored_shape[1]
     data = q.data
     more = max(0, least - lines) if least == _LEAST_ROWS else -lines % least
+    more = 0 if q.axes == (0, 1) and least == _STEP else more  # of the left any number will do
     if more or k % _STEP or not data.is_contiguous() or data.data_ptr() % 16:
         data = torch.nn.functional.pad(data[:, :k], (0, -k % _STEP, 0, more)).contiguous()
     return data.view(dtype)

@@ -1,0 +1,283 @@
+"""Products, quantizing and dequantizing on an NVIDIA GPU, beside cuBLAS and what else torch brings.
+
+Times are medians of replays of a CUDA graph that holds one call for each of several copies of the
+weight (at least 240 MB, so that weights come from memory), divided by the number of calls; random
+normal data. Speed-up is over ``F.linear`` in bf16 (cuBLAS) in the same run; the floor is the time
+that the weight's bytes take at the read bandwidth measured in the same run.
+
+    python benchmarks/cuda.py [--out benchmarks/results/cuda.json] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from machine import versions
+
+import polyquant as pq
+from polyquant.backends.torch.cuda.tune import graph_us
+
+PLACE = torch.device("cuda:0")
+SHAPES = ((8192, 8192), (4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672))
+ROWS_OF_X = (1, 2, 4, 16, 64, 128, 256, 512, 2048, 4096)
+#: Measured at every shape; the other presets at the first one.
+SCHEMES = (
+    "q4s-32",
+    "u4/32:f16-zero:u4",
+    "nf4",
+    "mxfp4",
+    "nvfp4",
+    "q8s-row",
+    "fp8-row",
+    "q2s/64:f16",
+)
+PAIRS = (("fp8-tensor", "fp8-tensor"), ("fp8-row", "fp8-row"), ("q8s-row", "q8s-row"))
+#: Speed-ups over cuBLAS bf16 at the first shape that were set beforehand, by rows of x.
+BARS: dict[tuple[str, ...], dict[int, float]] = {
+    ("q4s-32", "u4/32:f16-zero:u4"): {1: 2.7, 4: 2.3, 16: 1.95, 64: 1.5, 256: 1.0, 4096: 1.0},
+    ("nf4", "mxfp4", "nvfp4"): {1: 2.4, 4: 2.1, 16: 1.8, 64: 1.4, 256: 0.95, 4096: 0.97},
+    ("q8s-row", "q8s-32", "fp8-row", "mxfp8"): {
+        1: 1.75, 4: 1.7, 16: 1.6, 64: 1.4, 256: 1.0, 4096: 1.0,
+    },
+    ("q2s/64:f16", "q3s/64:f16"): {1: 3.0, 4: 2.5, 16: 2.0, 64: 1.4, 256: 0.9, 4096: 0.95},
+    ("fp8-tensor x fp8-tensor", "fp8-row x fp8-row"): {
+        1: 1.8, 4: 1.8, 16: 1.75, 64: 1.7, 256: 1.8, 4096: 1.8,
+    },
+    ("q8s-row x q8s-row",): {1: 1.7, 4: 1.65, 16: 1.6, 64: 1.6, 256: 1.4, 4096: 1.25},
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--quick", action="store_true", help="the first shape, fewer schemes")
+    arguments = parser.parse_args()
+    shapes = SHAPES[:1] if arguments.quick else SHAPES
+    begin = time.monotonic()
+    made: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(PLACE),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": versions() | {"cuda": torch.version.cuda, "triton": triton_version()},
+        "ceilings": measure_ceilings(),
+        "host_us": measure_host(),
+        "products": [],
+    }
+    others = ["q8s-32", "mxfp8", "q3s/64:f16", *pq.presets()]
+    for n, k in shapes:
+        further = others if (n, k) == SHAPES[0] and not arguments.quick else []
+        schemes = list(dict.fromkeys([*SCHEMES, *further]))
+        made["products"] += measure_products(n, k, schemes, made["ceilings"]["read_gb_s"])
+        print(f"{n} x {k}: {time.monotonic() - begin:.0f} s", flush=True)
+        if (n, k) == SHAPES[0]:
+            cublas = {row["m"]: row["cublas_us"] for row in made["products"]}
+            made["both_quantized"] = measure_pairs(n, k, cublas)
+            made["conversions"] = [measure_conversions(each) for each in (*SCHEMES, "q8s-32")]
+            made["bars"] = bars([*made["products"], *made["both_quantized"]])
+            report(made)
+        if arguments.out is not None:
+            lines = json.dumps(made, separators=(",", ":")).replace('},{"', '},\n{"')
+            arguments.out.write_text(lines + "\n", encoding="utf-8")
+
+
+def triton_version() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+def time_us(calls: Sequence[Callable[[], Any]], replays: int = 7) -> float:
+    return round(graph_us(calls, replays), 2)
+
+
+def measure_ceilings() -> dict[str, float]:
+    """Read (a sum) and copy bandwidth, GB/s, over 2 GB, and an empty kernel in a graph, us."""
+    x = torch.randn(1 << 28, device=PLACE)
+    y = torch.empty_like(x)
+    rows = x.view(1 << 14, -1)
+    tiny = torch.zeros(1, device=PLACE)
+    return {
+        "read_gb_s": round(x.nbytes / time_us([lambda: rows.sum(1)] * 3) / 1e3),
+        "copy_gb_s": round(2 * x.nbytes / time_us([lambda: y.copy_(x)] * 3) / 1e3),
+        "empty_us": time_us([lambda: tiny.add_(1)] * 50),
+    }
+
+
+def inputs(k: int) -> dict[int, torch.Tensor]:
+    return {m: torch.randn(m, k, device=PLACE).to(torch.bfloat16) for m in ROWS_OF_X}
+
+
+def measure_products(
+    n: int, k: int, schemes: Sequence[str], read_gb_s: float
+) -> list[dict[str, Any]]:
+    """Every scheme, and tinygemm, beside cuBLAS; the kernels are compiled first, side by side."""
+    xs = inputs(k)
+    floats = [
+        torch.randn(n, k, device=PLACE).to(torch.bfloat16) for _ in range(copies_of(2 * n * k))
+    ]
+    linear = torch.nn.functional.linear
+    cublas = {m: time_us([lambda x=x, w=w: linear(x, w) for w in floats]) for m, x in xs.items()}
+    tinygemm = measure_tinygemm(floats, xs)
+    del floats
+    rows = []
+    for scheme in schemes:
+        weights = [q.mT for q in copies(scheme, n, k)]
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda m: pq.matmul(xs[m], weights[0]), ROWS_OF_X))  # noqa: B023
+        for m, x in xs.items():
+            us = time_us([lambda w=w: pq.matmul(x, w) for w in weights])  # noqa: B023
+            size = weights[0].nbytes
+            row = {
+                "scheme": scheme, "n": n, "k": k, "m": m, "us": us, "cublas_us": cublas[m],
+                "speedup": round(cublas[m] / us, 2), "mbytes": round(size / 1e6, 1),
+                "floor_us": round(size / read_gb_s / 1e3, 2),
+                "of_read_percent": round(100 * size / us / 1e3 / read_gb_s, 1),
+                "kernel": pq.explain("matmul", x, weights[0]).kernel,
+            }  # fmt: skip
+            if scheme == "q4s-32":
+                row["tinygemm_us"] = tinygemm.get(m)
+            rows.append(row)
+    return rows
+
+
+def copies(scheme: str, n: int, k: int) -> list[pq.QTensor]:
+    """A random weight, as often as it takes to be read from memory each time."""
+    q = pq.quantize(torch.randn(n, k, device=PLACE), scheme)
+    count = min(24, copies_of(q.nbytes))
+    return [q, *(q._map(lambda a: a.clone(), q.device) for _ in range(count - 1))]
+
+
+def copies_of(nbytes: int) -> int:
+    return max(4, -(-240_000_000 // nbytes))
+
+
+def measure_tinygemm(floats: list[torch.Tensor], xs: dict[int, torch.Tensor]) -> dict[int, float]:
+    """torch's own int4 kernel, blocks of 32, up to 256 rows."""
+    n, k = floats[0].shape
+    codes = torch.randint(0, 256, (n, k // 2), device=PLACE, dtype=torch.uint8)
+    packed = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
+    grid = torch.randn(k // 32, n, 2, device=PLACE).to(torch.bfloat16)
+    count = copies_of(packed.nbytes + grid.nbytes)
+    pairs = [(packed.clone(), grid.clone()) for _ in range(min(count, 24))]
+    product = torch.ops.aten._weight_int4pack_mm
+    return {
+        m: time_us([lambda p=p, g=g: product(x, p, 32, g) for p, g in pairs])  # noqa: B023
+        for m, x in xs.items()
+        if m <= 256
+    }
+
+
+def measure_pairs(n: int, k: int, cublas: dict[int, float]) -> list[dict[str, Any]]:
+    """Both operands quantized, the activations beforehand; ``_scaled_mm`` alone beside fp8."""
+    xs, rows = inputs(k), []
+    for left, right in PAIRS:
+        weights = [q.mT for q in copies(right, n, k)]
+        for m, x in xs.items():
+            a = pq.quantize(x, left)
+            us = time_us([lambda w=w: pq.matmul(a, w, out_dtype="bfloat16") for w in weights])  # noqa: B023
+            row = {
+                "scheme": f"{left} x {right}", "n": n, "k": k, "m": m, "us": us,
+                "cublas_us": cublas[m], "speedup": round(cublas[m] / us, 2),
+                "kernel": pq.explain("matmul", a, weights[0]).kernel,
+            }  # fmt: skip
+            if left == "fp8-tensor":
+                row["scaled_mm_us"] = measure_scaled_mm(a, weights)
+            rows.append(row)
+    return rows
+
+
+def measure_scaled_mm(a: Any, weights: list[Any]) -> float:
+    left = a.data.view(torch.float8_e4m3fn)
+    one = torch.ones((), device=PLACE)
+    sides = [w.data.view(torch.float8_e4m3fn).mT for w in weights]
+    product = torch._scaled_mm
+    return time_us(
+        [lambda b=b: product(left, b, one, one, out_dtype=torch.bfloat16) for b in sides]
+    )
+
+
+def measure_conversions(scheme: str) -> dict[str, Any]:
+    """Quantizing and dequantizing 8192 x 8192: GB/s of what is read and written."""
+    n, k = SHAPES[0]
+    found: dict[str, Any] = {"scheme": scheme}
+    for kind in ("float32", "bfloat16"):
+        xs = [torch.randn(n, k, device=PLACE).to(getattr(torch, kind)) for _ in range(3)]
+        q = pq.quantize(xs[0], scheme)
+        moved = q.nbytes + xs[0].nbytes
+        us = time_us([lambda: q.dequantize(kind)] * 3)  # noqa: B023
+        found[f"dequantize_{kind}_gb_s"] = round(moved / us / 1e3)
+        kernel = "torch.triton.quantize"
+        if pq.supports("torch:cuda:0", scheme, "quantize").kernel == kernel:
+            from polyquant.backends.torch.cuda import encode
+
+            table = q.table
+            made = pq.scheme(scheme)
+            us = time_us([lambda x=x: encode.quantize(x, made, "minmax", table=table) for x in xs])  # noqa: B023
+            found[f"quantize_{kind}_gb_s"] = round(moved / us / 1e3)
+    return found
+
+
+def measure_host() -> dict[str, float]:
+    """What a call costs the processor, us: medians of calls that the GPU never makes wait."""
+    x = torch.randn(1, 1024, device=PLACE).to(torch.bfloat16)
+    w = torch.randn(1024, 1024, device=PLACE)
+    q, wb = pq.quantize(w, "q4s-32").mT, w.to(torch.bfloat16)
+    calls = {
+        "F.linear": lambda: torch.nn.functional.linear(x, wb),
+        "pq.matmul": lambda: pq.matmul(x, q),
+        "x @ q": lambda: x @ q,
+    }
+    found = {}
+    for name, call in calls.items():
+        times = []
+        for _ in range(300):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+        found[name] = round(median(times) * 1e6, 1)
+    return found
+
+
+def bars(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each bar, and whether the figure meets it."""
+    first = [row for row in rows if (row["n"], row["k"]) == SHAPES[0]]
+    at = {(row["scheme"], row["m"]): row["speedup"] for row in first}
+    return [
+        {"scheme": s, "m": m, "bar": bar, "speedup": at[s, m], "met": at[s, m] >= bar}
+        for names, wanted in BARS.items()
+        for s in names
+        for m, bar in wanted.items()
+        if (s, m) in at
+    ]  # fmt: skip
+
+
+def report(made: dict[str, Any]) -> None:
+    n, k = SHAPES[0]
+    print(f"{made['gpu']}, {n} x {k}, us (speed-up)", made["host_us"])
+    for scheme in dict.fromkeys(
+        row["scheme"] for row in [*made["products"], *made["both_quantized"]]
+    ):
+        rows = [r for r in [*made["products"], *made["both_quantized"]] if r["scheme"] == scheme]
+        cells = [
+            f"{r['m']}: {r['us']:.1f} ({r['speedup']:.2f})"
+            for r in rows
+            if (r["n"], r["k"]) == (n, k)
+        ]
+        print(f"  {scheme}: " + "  ".join(cells))
+    for row in made["conversions"]:
+        print("  ", row)
+    met = sum(bar["met"] for bar in made["bars"])
+    print(f"bars met: {met} of {len(made['bars'])}")
+
+
+if __name__ == "__main__":
+    main()
