@@ -132,6 +132,43 @@ def test_kernels_decline_what_they_do_not_know() -> None:
     np.testing.assert_allclose(x @ q.T, x @ q.dequantize().T, rtol=1e-5, atol=1e-5)
 
 
+# -- the plain form ---------------------------------------------------------------------------
+
+PLAIN = {
+    "u4[nf4]/64:f32~flat": "u4[nf4]/16:f32",
+    "u4/*x1:f16-zero:f16~16x*": None,
+    "q8s/row:divisor.f32": "q8s/row:f32",
+    "q2s/tensor:divisor.bf16": "q2s/tensor:f32",
+    "e2m1/16:ue4m3/tensor:divisor.f32": "e2m1/16:f32",
+    "e2m1/16:ue4m3/tensor:absmax.f32": "e2m1/16:ue4m3/tensor:f32",
+    "u4[nf4]/16:(u8[dynamic8]/8:f32+bias:f32)": "u4[nf4]/16:f32",
+    "q4s/32:f16": "q4s/32:f16",
+}
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_the_plain_form_is_the_same_numbers(text: str, device: str) -> None:
+    x = np.random.default_rng(0).normal(size=(8, 48)).astype(np.float32)
+    q = pq.quantize(x, text).to(device).T
+    made = q.canonical()
+    assert made.scheme.is_plain and (PLAIN[text] is None or str(made.scheme) == PLAIN[text])
+    np.testing.assert_array_equal(host(made.dequantize()), host(q.dequantize()))
+    assert pq.ops.canonical(made) is made
+
+
+def test_the_plain_form_of_a_grouped_tensor() -> None:
+    q, values = grouped()
+    assert str(q.canonical().scheme) == "u4/1:f16-zero:u4"
+    np.testing.assert_array_equal(q.canonical().dequantize(), values)
+
+
+@pytest.mark.parametrize("text", ["q8s/row:absmax.f32", "u4[nf4]/16:f32+bias:f32"])
+def test_what_has_no_plain_form(text: str) -> None:
+    q = pq.quantize(np.random.default_rng(0).normal(size=(8, 48)).astype(np.float32), text)
+    with pytest.raises(errors.LayoutRefused, match="no plain scheme rounds"):
+        q.canonical()
+
+
 # -- views ------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,10 @@ class LayoutMethods:
 
     _turned: Any
 
+    def canonical(self) -> Self:
+        """Exactly the same numbers under a scheme without ``extras``, which every kernel knows."""
+        return _call(self, "canonical")
+
     # -- axes ---------------------------------------------------------------------------------
 
     def reshape(self, *shape: int | Sequence[int]) -> Self:

@@ -6,6 +6,7 @@ the bit. What the scheme cannot hold is refused.
 
 from polyquant.views.indexing import index
 from polyquant.views.joining import concat, stack
+from polyquant.views.plain import canonical
 from polyquant.views.select import chunk, gather, narrow, repeat, select, split, take, tile
 from polyquant.views.shape import (
     expand,
@@ -20,6 +21,7 @@ from polyquant.views.shape import (
 )
 
 __all__ = [
+    "canonical",
     "chunk",
     "concat",
     "expand",
