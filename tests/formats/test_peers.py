@@ -217,6 +217,37 @@ def test_fp8_of_one_scale_or_one_a_row(shape: Any, tmp_path: Path) -> None:
         np.testing.assert_array_equal(ck["a.weight"].dequantize(), wanted.numpy())
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.filterwarnings("ignore")  # of transformers' own code
+def test_embeddings_of_gemma(bits: int, tmp_path: Path) -> None:
+    """The layers of transformers themselves, of random bytes, as it dequantizes them."""
+    gemma = pytest.importorskip("transformers.integrations.gemma_quant", reason="no transformers")
+    import torch
+
+    torch.manual_seed(0)
+    table = gemma.QuantizedEmbedding(6, 64, num_bits=bits, output_dtype=torch.float32)
+    layer = gemma.QuantizedLinear(64, 6, bias=False, num_bits=bits)
+    scales = torch.rand(6, 4), torch.rand(6, 1)
+    codes = [
+        torch.randint(0, 256, tuple(stored.shape), dtype=torch.uint8).view(stored.dtype)
+        for stored in (table.embedding_quantized, layer.weight)
+    ]
+    tensors = {
+        "t.embedding_quantized": codes[0],
+        "t.embedding_scale": scales[0],
+        "l.weight": codes[1],
+        "l.weight_scale": scales[1],
+    }
+    path = save_by_hand(tmp_path / "x.safetensors", tensors)
+    config = {"quant_method": "gemma", "module_quant_configs": {"[tl]": {"num_bits": bits}}}
+    wanted = table._dequantize_weights(codes[0], scales[0])
+    with pq.open_checkpoint(path, config=config) as ck:
+        np.testing.assert_array_equal(ck["t.weight"].dequantize(), wanted.detach().numpy())
+        layer.weight.data, layer.weight_scale.data = codes[1], scales[1]
+        linear = layer._dequantize_weights(torch.float32)
+        np.testing.assert_array_equal(ck["l.weight"].dequantize(), linear.detach().numpy())
+
+
 def test_a_map_that_is_not_used(tmp_path: Path) -> None:
     if names("compressed-tensors")[0] == "":
         pytest.skip("no fixtures")

@@ -1,12 +1,14 @@
-"""Gemma's quantized checkpoints as transformers reads them: 2, 4 or 8 bits, one scale a row.
+"""Gemma's quantized checkpoints as transformers reads them: 2, 4 or 8 bits.
 
-``weight`` uint8 ``[out, in * bits / 8]``, the lowest bits first, offset-binary. Bits of single
-modules stand in ``module_quant_configs``. Rows that fill no whole byte are told by
-``config={"shapes": {"module.weight": [out, in]}}``.
+``weight`` with one ``weight_scale`` a row, and ``embedding_quantized`` with some scales a row in
+``embedding_scale``. Codes of 2 and 4 bits are packed with the lowest bits first, offset-binary;
+those of 8 bits are int8. Bits of single modules stand in ``module_quant_configs``, by patterns. Rows that fill no
+whole byte are told by ``config={"shapes": {"module.weight": [out, in]}}``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -26,9 +28,12 @@ from polyquant.values import QuantStore
 NAME = "gemma"
 FACTS = Facts(
     tool="transformers Gemma",
-    reads="2, 4 and 8 bits by row",
+    reads="linear layers and embeddings of 2, 4 and 8 bits",
     exact="bit-equal",
 )
+#: (codes, scales) of linear layers and of embeddings.
+_PAIRS = ((".weight", ".weight_scale"), (".embedding_quantized", ".embedding_scale"))
+_DEFAULT_BITS = 4
 
 
 def why_not(probe: Probe) -> str | None:
@@ -50,38 +55,55 @@ def open_checkpoint(probe: Probe) -> Checkpoint:
 
 
 def _layers(source: Source, shapes: Mapping[str, Any]) -> Iterator[Layer]:
-    for base in source.names(".weight_scale"):
-        weight = f"{base}.weight"
-        if weight not in source or source.raw(weight).dtype != "U8":
-            continue
-        bits = _bits(source, base)
-        rows, size = source.expect(weight, ("U8",), (None, None)).shape
-        scale = source.scale(f"{base}.weight_scale", (rows, 1))
-        columns = size * 8 // bits
-        given = shapes.get(weight, [rows, columns])
-        if not isinstance(given, list) or len(given) != 2 or given[0] != rows:
-            raise source.fail(f"the shape {given!r} given for {weight!r} has not its {rows} rows")
-        if type(given[1]) is not int or -(-given[1] * bits // 8) != size:
-            raise source.fail(
-                f"rows of {weight!r} have {size} bytes, which {given[1]!r} do not take"
-            )
-        shape = (rows, given[1])
-        scheme = QuantScheme(f"q{bits}f", block=-1, scale=scale)
-        read = partial(_read, source, base, scheme, shape)
-        yield Layer(weight, shape, scheme, (weight, f"{base}.weight_scale"), read)
+    for codes, scales in _PAIRS:
+        for base in source.names(scales):
+            is_there = f"{base}{codes}" in source
+            if is_there and source.raw(f"{base}{codes}").dtype in ("U8", "I8"):
+                yield _layer(source, base, f"{base}{codes}", f"{base}{scales}", shapes)
+
+
+def _layer(source: Source, base: str, codes: str, scales: str, shapes: Mapping[str, Any]) -> Layer:
+    bits, name = _bits(source, base), f"{base}.weight"
+    rows, size = source.expect(codes, ("I8",) if bits == 8 else ("U8",), (None, None)).shape
+    given = shapes.get(name, [rows, size * 8 // bits])
+    if not isinstance(given, list) or len(given) != 2 or given[0] != rows:
+        raise source.fail(f"the shape {given!r} given for {name!r} has not its {rows} rows")
+    columns = given[1]
+    if type(columns) is not int or -(-columns * bits // 8) != size:
+        raise source.fail(f"{columns!r} columns do not take the {size} bytes of {codes!r}")
+    scale = source.scale(scales, (rows, None))
+    per_row = source.raw(scales).shape[1]
+    if not per_row or columns % per_row:
+        raise source.fail(f"{per_row} scales of {scales!r} do not divide {columns} columns")
+    scheme = QuantScheme(f"q{bits}f", block=-1 if per_row == 1 else columns // per_row, scale=scale)
+    read = partial(_read, source, codes, scales, scheme, (rows, columns))
+    return Layer(name, (rows, columns), scheme, (codes, scales), read)
 
 
 def _bits(source: Source, base: str) -> int:
-    modules = source.config.get("module_quant_configs")
-    own = modules.get(base) if isinstance(modules, Mapping) else None
-    bits = source.number("num_bits", own if isinstance(own, Mapping) else None)
+    """The bits of a module: of the first pattern found in its name, else those of all."""
+    facts: Mapping[str, Any] = {"num_bits": _DEFAULT_BITS, **source.config}
+    modules = source.config.get("module_quant_configs") or {}
+    if not isinstance(modules, Mapping):
+        raise source.fail("module_quant_configs of its config is no object")
+    try:
+        found = [(m.start(), own) for p, own in modules.items() if (m := re.search(p, base))]
+    except re.error as error:
+        raise source.fail(f"a name in module_quant_configs is no pattern ({error})") from None
+    if found:
+        own = min(found, key=lambda pair: pair[0])[1]
+        facts = {**facts, **own} if isinstance(own, Mapping) else facts
+    bits = source.number("num_bits", facts)
     if bits not in (2, 4, 8):
         raise source.refuse(base, f"{bits} bits", (2, 4, 8))
     return bits
 
 
-def _read(source: Source, base: str, scheme: QuantScheme, shape: tuple[int, int]) -> QTensor:
-    data = source.read(f"{base}.weight")
-    stored = unpack(np, data, shape[1], scheme.value, QuantStore.PACKED_NATIVE)
-    codes = stored ^ (1 << (scheme.bits - 1))
-    return assemble(scheme, shape, {"codes": codes, "scales": source.read(f"{base}.weight_scale")})
+def _read(
+    source: Source, codes: str, scales: str, scheme: QuantScheme, shape: tuple[int, int]
+) -> QTensor:
+    stored = source.read(codes).view(np.uint8)
+    if scheme.bits < 8:
+        stored = unpack(np, stored, shape[1], scheme.value, QuantStore.PACKED_NATIVE)
+        stored = stored ^ (1 << (scheme.bits - 1))
+    return assemble(scheme, shape, {"codes": stored, "scales": source.read(scales)})
