@@ -248,6 +248,21 @@ def test_embeddings_of_gemma(bits: int, tmp_path: Path) -> None:
         np.testing.assert_array_equal(ck["l.weight"].dequantize(), linear.detach().numpy())
 
 
+def test_hqq_of_1_58_bits(tmp_path: Path) -> None:
+    if names("hqq")[0] == "":
+        pytest.skip("no fixtures")
+    made = fixture("hqq/b2_g16_axis1_f16")
+    with pq.open_checkpoint(made.path, format="safetensors") as raw:
+        tensors = {name: np.array(raw[name]) for name in raw}
+    for name in tensors:
+        if name.endswith(".nbits"):
+            tensors[name] = np.asarray(1.58, np.float32)
+    path = save_by_hand(tmp_path / "x.safetensors", tensors)
+    with made.open() as wanted, pq.open_checkpoint(path) as ck:
+        for name in made.expected():
+            assert ck[name].to_data() == wanted[name].to_data()
+
+
 def test_a_map_that_is_not_used(tmp_path: Path) -> None:
     if names("compressed-tensors")[0] == "":
         pytest.skip("no fixtures")

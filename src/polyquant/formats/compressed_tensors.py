@@ -180,14 +180,16 @@ def _packed_integers(source: Source, base: str, weights: Mapping[str, Any]) -> L
     if shape[0] != rows or columns < 1 or not (is_dense or words == _old_words(columns, bits)):
         raise source.fail(f"'{base}{PACKED}' of {rows}x{words} words is no packed {shape}")
     block, grid = _block(source, base, shape, weights)
+    found = source.raw(f"{base}{SCALE}").shape
+    grid = found if math.prod(found) == math.prod(grid) == 1 else grid
     scale = source.scale(f"{base}{SCALE}", grid)
     uses = [f"{base}{PACKED}", f"{base}{SCALE}", shape_name]
     zero_name, map_name = f"{base}.weight_zero_point", f"{base}.weight_g_idx"
     is_affine = zero_name in source
     if is_affine:
         words_of_zeros = {-(-rows * bits // 32), _old_words(rows, bits)}
-        found = source.expect(zero_name, ("I32",), (None, grid[-1]))
-        if found.shape[0] not in words_of_zeros:
+        zeros = source.expect(zero_name, ("I32",), (None, grid[-1] if grid else 1))
+        if zeros.shape[0] not in words_of_zeros:
             raise source.fail(f"tensor {zero_name!r} has no zero point for each of {rows} rows")
         uses.append(zero_name)
     is_grouped = False

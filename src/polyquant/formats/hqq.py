@@ -79,7 +79,7 @@ def _layer(source: Source, base: str) -> Layer:
     for flag in ("quant_scale", "quant_zero"):
         if f"{base}.{flag}" in source and _integer(source, f"{base}.{flag}"):
             raise source.refuse(base, f"quantized scales ({flag})", ["plain scales"])
-    bits, axis = _integer(source, f"{base}.nbits"), _integer(source, f"{base}.axis")
+    bits, axis = _bits(source, f"{base}.nbits"), _integer(source, f"{base}.axis")
     found = source.read(source.expect(f"{base}.shape", ("I64", "I32"), (None,)).name).tolist()
     if not is_shape(found) or axis not in (0, 1) or not 1 <= bits <= packing.bits:
         raise source.fail(f"layer {base!r} of {bits} bits along axis {axis} has shape {found}")
@@ -98,6 +98,15 @@ def _layer(source: Source, base: str) -> Layer:
     scheme = _scheme(bits, scale, shape, size // groups, axis)
     read = partial(_read, source, base, scheme, shape, packing, matrix)
     return Layer(f"{base}.weight", shape, scheme, tuple(uses), read)
+
+
+def _bits(source: Source, name: str) -> int:
+    """Whole bits; 1.58 are stored in two."""
+    if source.raw(name).dtype not in ("F16", "BF16", "F32", "F64"):
+        return _integer(source, name)
+    source.expect(name, ("F16", "BF16", "F32", "F64"), ())
+    number = float(source.read(name))
+    return 2 if round(number, 2) == 1.58 else int(number) if number in range(9) else 0
 
 
 def _integer(source: Source, name: str) -> int:
