@@ -2,8 +2,8 @@
 
 ``weight`` with one ``weight_scale`` a row, and ``embedding_quantized`` with some scales a row in
 ``embedding_scale``. Codes of 2 and 4 bits are packed with the lowest bits first, offset-binary;
-those of 8 bits are int8. Bits of single modules stand in ``module_quant_configs``, by patterns. Rows
-that fill no whole byte are told by ``config={"shapes": {"module.weight": [out, in]}}``.
+those of 8 bits are int8. Bits of single modules stand in ``module_quant_configs``, by patterns.
+Rows that fill no whole byte are told by ``config={"shapes": {"module.weight": [out, in]}}``.
 """
 
 from __future__ import annotations
