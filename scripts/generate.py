@@ -18,6 +18,7 @@ from types import MappingProxyType
 import bench_table
 import error_page
 import format_page
+import gpu_table
 import layer_table
 import ops_page
 import scheme_page
@@ -34,6 +35,8 @@ PAGES: MappingProxyType[tuple[str, str | None], Callable[[], str]] = MappingProx
         ("README.md", "support"): support_table.short,
         ("README.md", "benchmarks"): bench_table.section,
         ("README.md", "model"): bench_table.model,
+        ("README.md", "gpu"): gpu_table.short,
+        ("docs/cuda.md", "gpu"): gpu_table.section,
         ("README.md", "formats"): format_page.short,
         ("ARCHITECTURE.md", "layers"): layer_table.section,
         ("docs/support.md", None): support_table.page,

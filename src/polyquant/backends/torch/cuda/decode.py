@@ -66,7 +66,8 @@ def stored_number(raw, KIND: tl.constexpr):
     """A stored scale as float32: of UE8M0's byte 0 twice its number, which is not normal."""
     if KIND == UE8M0:
         byte = raw.to(tl.int32)
-        return (tl.maximum(byte, 1) << 23).to(tl.float32, bitcast=True)
+        number = (tl.maximum(byte, 1) << 23).to(tl.float32, bitcast=True)
+        return tl.where(byte == 255, float("nan"), number)
     if KIND == UE4M3:
         return minifloat(raw.to(tl.int32), 8, 3)
     return flush(raw.to(tl.float32))

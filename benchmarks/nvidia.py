@@ -5,7 +5,7 @@ weight (at least 240 MB, so that weights come from memory), divided by the numbe
 normal data. Speed-up is over ``F.linear`` in bf16 (cuBLAS) in the same run; the floor is the time
 that the weight's bytes take at the read bandwidth measured in the same run.
 
-    python benchmarks/cuda.py [--out benchmarks/results/cuda.json] [--quick]
+    python benchmarks/nvidia.py [--out benchmarks/results/cuda.json] [--quick]
 """
 
 from __future__ import annotations
