@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from devices import DEVICES, MISSING
+from polyquant.backends.native.compiled import missing as uncompiled
 
 _QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 settings.register_profile(
@@ -27,16 +28,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require",
         default="",
         metavar="BACKENDS",
-        help="comma-separated backends that must be usable, e.g. numpy,torch,jax",
+        help="comma-separated backends that must be usable, e.g. numpy,native,torch,jax",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     wanted = [name for name in config.getoption("--require").split(",") if name]
     usable = {device.partition(":")[0] for device in DEVICES}
+    reasons = dict(MISSING)
+    if (why := uncompiled()) is None:
+        usable.add("native")
+    else:
+        reasons["native"] = why
     for name in wanted:
         if name not in usable:
-            reason = MISSING.get(name, "there is no such backend")
+            reason = reasons.get(name, "there is no such backend")
             raise pytest.UsageError(f"--require {name}: {reason}")
 
 
