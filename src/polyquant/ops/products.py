@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from polyquant.arrays import Array, backend_of, find_backend, namespace
 from polyquant.dispatch import (
     as_right_operand,
@@ -16,14 +18,17 @@ from polyquant.dispatch import (
     facts_of,
     is_transformed,
     matmul_problem,
+    one_operand_problem,
 )
 from polyquant.errors import ShapeMismatch
-from polyquant.inputs import check_float
+from polyquant.inputs import check_float, check_values
 from polyquant.ops.compiled import compiled, is_compiling
 from polyquant.ops.conversion import check_kernel_name, float_dtype, quantize_plain
 from polyquant.ops.propagation import propagates, quantized_again
 from polyquant.qtensor import QTensor
+from polyquant.scheme import QuantScheme
 from polyquant.scheme import scheme as as_scheme
+from polyquant.values import ScaleDtype
 
 #: What runs a product that was checked, and the last argument of that.
 _Plan = tuple[Callable[..., Array], Any]
@@ -131,7 +136,7 @@ def _plan_linear(x: Any, weight: Any, bias: Any, activations: Any) -> _Plan:
     given = (x, weight) if bias is None else (x, weight, bias)
     is_watched = is_transformed(owner, *given)
     if activations is not None and not is_watched:
-        return multiply_and_add, activations
+        return _plan_activations(x, weight, bias, as_scheme(activations))
     problem = matmul_problem(x, weight.mT, device, transformed=is_watched)
     if is_watched:
         return choose(owner.name, problem._replace(op="linear")).run, activations
@@ -141,6 +146,27 @@ def _plan_linear(x: Any, weight: Any, bias: Any, activations: Any) -> _Plan:
     if bias.dtype == native == wide_of(bias, native):
         return lambda x, weight, bias, native: run(x, weight.mT, native) + bias, native
     return multiply_and_add, None
+
+
+def _plan_activations(x: Any, weight: Any, bias: Any, scheme: QuantScheme) -> _Plan:
+    """``linear`` of plain operands that quantizes ``x`` first."""
+    left = quantize_plain(x, scheme)  # every check of it
+    simple = scheme.value.is_signed and scheme.scale is ScaleDtype.F32 and scheme.table is None
+    if bias is not None or not simple:
+        return multiply_and_add, scheme
+    owner = backend_of(x)
+    device = owner.device_of(x)
+    encode = choose(owner.name, one_operand_problem("quantize", x, device, str(scheme))).run
+    run = choose(owner.name, matmul_problem(left, weight.mT, device)).run
+
+    def quantize_and_multiply(x: Any, weight: Any, bias: Any, native: Any) -> Array:
+        # Of all that quantize asks, only this depends on the numbers of x.
+        policy = check_values(x, "raise", owner)
+        with np.errstate(all="ignore"):
+            left = encode(x, scheme, "minmax", params=None, table=None, nonfinite=policy)
+        return run(left, weight.mT, native)
+
+    return quantize_and_multiply, _result_dtype(x, weight, None)
 
 
 def check_linear(x: Any, weight: Any, bias: Any) -> None:

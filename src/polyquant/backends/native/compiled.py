@@ -17,7 +17,7 @@ _MOST_THREADS = 1024
 def compiled() -> Any:
     """The compiled module. Raises ImportError where it was not built."""
     module = import_module(_NATIVE)
-    count = _threads_asked() or len(os.sched_getaffinity(0))
+    count = _threads_asked() or _processors()
     module.set_num_threads(min(count, _MOST_THREADS))
     return module
 
@@ -58,6 +58,13 @@ def _compiled_or_error() -> Any:
         fix = "Run: pip install --force-reinstall polyquant, where there is a C++17 compiler"
         raise BackendMissing(backend="native", reason=why, fix=fix)
     return compiled()
+
+
+def _processors() -> int:
+    """How many processors this process may use; macOS knows only how many there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _threads_asked() -> int | None:

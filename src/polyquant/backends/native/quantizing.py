@@ -7,10 +7,9 @@ makes stored scales of them, and a second pass writes the codes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,14 +49,15 @@ def quantize(
     nonfinite: str = "raise",
 ) -> QTensor:
     """Quantize ``x`` (stored order): calibrate unless ``params`` are given, then encode."""
-    if not prod(x.shape):  # nothing to write
+    shape = tuple(x.shape)
+    if not prod(shape):  # nothing to write
         return calibrate.quantize(
             x, scheme, calibration, params=params, table=table, nonfinite=nonfinite
         )
     owner = backend_of(x)
     coder, entries = _coder_of(scheme, table, owner)
     is_minmax = params is None and calibration == "minmax"
-    if is_minmax and nonfinite == "raise" and _is_one_pass(x, scheme):
+    if is_minmax and nonfinite == "raise" and _layout(scheme, shape).takes_one_pass:
         data, scales = _in_one_pass(x, scheme, coder, entries)
         params = Params(_back(scales, owner, x), None, None, table)
     else:
@@ -66,7 +66,7 @@ def quantize(
         elif params is None:
             params = _calibrated(x, scheme, calibration, table, nonfinite)
         data = _encoded(x, scheme, coder, _on_host(params, owner), nonfinite)
-    shape, axes = tuple(x.shape), tuple(range(x.ndim))
+    axes = tuple(range(x.ndim))
     grids = (params.scales, params.tensor_scale, params.offsets, params.table)
     return from_fields(scheme, shape, _back(data, owner, x), *grids, axes, owner.device_of(x))
 
@@ -84,28 +84,14 @@ def all_finite(x: Array, owner: Backend) -> bool | None:
 # -- scales -----------------------------------------------------------------------------------
 
 
-def _is_one_pass(x: Array, scheme: QuantScheme) -> bool:
-    is_plain = scheme.offset is None and scheme.tensor_scale is None
-    return is_plain and isinstance(scheme.scale, ScaleDtype) and _is_in_lines(x, scheme)
-
-
-def _is_in_lines(x: Array, scheme: QuantScheme) -> bool:
-    """Whether each block lies in one line, and is not too long to hold."""
-    *leading, last = scheme.block_extents(x.shape) or (1,)
-    return all(extent == 1 for extent in leading) and last <= _LONGEST_BLOCK
-
-
 def _in_one_pass(
     x: Array, scheme: QuantScheme, coder: Any, entries: HostArray | None
 ) -> tuple[HostArray, HostArray]:
-    kind = ScaleDtype(str(scheme.scale))  # _is_one_pass has looked
-    data, shape, block = _room(x, scheme)
-    stored = np.dtype(kind.storage) if kind.storage == "uint8" else host_float(kind)
-    scales = np.empty(scheme.scale_shape(x.shape), stored)
+    layout = _layout(scheme, tuple(x.shape))
+    data, scales = np.empty(layout.data, np.uint8), np.empty(layout.grid, layout.scale)
     spread = scheme.value.half_range if entries is None else float(np.abs(entries).max())
-    number = number_of(kind)
-    flat = plain(scales.reshape(-1))
-    coder.quantize(_lines(x), data, flat, shape, block, number, spread, threads_for(x))
+    how = (layout.shape, layout.block, number_of(scheme.scale), spread, threads_for(x))
+    coder.quantize(_lines(x), data, plain(scales), *how)
     return data, scales
 
 
@@ -118,14 +104,11 @@ def _minmax(
     table: Array | None,
 ) -> Params:
     """The definition's parameters of the ranges of the blocks."""
-    shape, block = _geometry(x, scheme)
-    grid = scheme.scale_shape(x.shape)
-    high = np.empty(grid, np.float32)
-    low = None if scheme.offset is None else np.empty(grid, np.float32)
-    flat_low = None if low is None else low.reshape(-1)
-    saturates = nonfinite == "saturate"
-    args = (_lines(x), shape, block, flat_low, high.reshape(-1), saturates, threads_for(x))
-    compiled().ranges(*args)
+    layout = _layout(scheme, tuple(x.shape))
+    high = np.empty(layout.grid, np.float32)
+    low = None if scheme.offset is None else np.empty(layout.grid, np.float32)
+    how = (low, high, nonfinite == "saturate", threads_for(x))
+    compiled().ranges(_lines(x), layout.shape, layout.block, *how)
     if low is None:
         bottom, top = -high, high
     else:
@@ -145,7 +128,11 @@ def _calibrated(
     """The definition's calibration, with the sums over blocks that lie in one line made here."""
     name, argument = calibrate.check(calibration, scheme)
     given = (x, scheme, table, nonfinite, argument)
-    if dtype_name(x) != "float64" and not scheme.extras and _is_in_lines(x, scheme):
+    if (
+        dtype_name(x) != "float64"
+        and not scheme.extras
+        and _layout(scheme, tuple(x.shape)).is_in_lines
+    ):
         if name == "mse":
             return mse(*given, squared_error=_squared_error)
         if name == "absmean":
@@ -172,12 +159,11 @@ def _block_sums(
     numbers: Any,
     params: Params | None,
 ) -> F64:
-    shape, block = _geometry(x, scheme)
-    out = np.empty(scheme.scale_shape(x.shape))
+    layout = _layout(scheme, tuple(x.shape))
+    out = np.empty(layout.grid)
     grids = (None, None, None) if params is None else _grids(scheme, params)
-    saturates = nonfinite == "saturate"
-    flat = out.reshape(-1)
-    coder.block_sums(_lines(x), flat, shape, block, numbers, *grids, saturates, threads_for(x))
+    how = (numbers, *grids, nonfinite == "saturate", threads_for(x))
+    coder.block_sums(_lines(x), out, layout.shape, layout.block, *how)
     return out
 
 
@@ -205,9 +191,10 @@ def _on_host(params: Params, owner: Backend) -> Params:
 def _encoded(
     x: Array, scheme: QuantScheme, coder: Any, params: Params, nonfinite: str
 ) -> HostArray:
-    data, shape, block = _room(x, scheme)
-    grids, saturates = _grids(scheme, params), nonfinite == "saturate"
-    coder.encode(_lines(x), data, shape, block, *grids, saturates, threads_for(x))
+    layout = _layout(scheme, tuple(x.shape))
+    data = np.empty(layout.data, np.uint8)
+    how = (*_grids(scheme, params), nonfinite == "saturate", threads_for(x))
+    coder.encode(_lines(x), data, layout.shape, layout.block, *how)
     return data
 
 
@@ -266,17 +253,40 @@ def _new_coder(scheme: QuantScheme, entries: HostArray | None) -> Any:
 # -- shapes -----------------------------------------------------------------------------------
 
 
-def _geometry(x: Array, scheme: QuantScheme) -> tuple[Sequence[int], Sequence[int]]:
-    shape = tuple(x.shape) or (1,)
-    return shape, scheme.block_extents(x.shape) or (1,)
+class _Layout(NamedTuple):
+    """What follows from a scheme and the shape of what is quantized."""
+
+    shape: tuple[int, ...]  # at least one axis
+    block: tuple[int, ...]
+    data: tuple[int, ...]
+    grid: tuple[int, ...]
+    scale: Any  # NumPy's dtype of the scales, where they are numbers
+    is_in_lines: bool  # each block lies in one line, and is not too long to hold
+    takes_one_pass: bool
 
 
-def _room(x: Array, scheme: QuantScheme) -> tuple[HostArray, Sequence[int], Sequence[int]]:
-    """A new array for the packed codes, the shape and the extents of the blocks."""
-    shape, block = _geometry(x, scheme)
-    size = line_size_bytes(shape[-1], scheme.bits, scheme.store)
-    stored = (*x.shape[:-1], size)
-    return np.empty(stored, np.uint8), shape, block
+@lru_cache(maxsize=1024)
+def _layout(scheme: QuantScheme, shape: tuple[int, ...]) -> _Layout:
+    block = scheme.block_extents(shape) or (1,)
+    size = line_size_bytes(shape[-1] if shape else 1, scheme.bits, scheme.store)
+    in_lines = all(extent == 1 for extent in block[:-1]) and block[-1] <= _LONGEST_BLOCK
+    kind = scheme.scale
+    is_number = isinstance(kind, ScaleDtype)
+    is_plain = is_number and scheme.offset is None and scheme.tensor_scale is None
+    return _Layout(
+        shape or (1,),
+        block,
+        (*shape[:-1], size),
+        scheme.scale_shape(shape),
+        stored_dtype(kind) if isinstance(kind, ScaleDtype) else None,
+        in_lines,
+        in_lines and is_plain,
+    )
+
+
+def stored_dtype(kind: ScaleDtype) -> Any:
+    """NumPy's dtype of stored scales."""
+    return np.dtype(np.uint8) if kind.storage == "uint8" else host_float(kind)
 
 
 def _lines(x: Array) -> Any:

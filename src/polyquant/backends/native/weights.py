@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -32,35 +32,46 @@ def matrix_of(q: QTensor) -> Any:
 
 
 def _matrix(q: QTensor) -> Any:
-    scheme, shape = q.scheme, q.stored_shape or (1,)
-    kind, table = _kind(scheme, q.table)
+    facts = _facts(q.scheme, q.stored_shape or (1,))
+    table = facts.get("table")
+    if q.table is not None and table is None:
+        table = plain(_in_order(q.table))
+    stored = {
+        "data": plain(_lines(q.data)),
+        "table": table,
+        "scales": _grid(q.scales),
+        "tensor_scale": None if q.tensor_scale is None else _grid(q.tensor_scale),
+        "offsets": None if q.offsets is None else _grid(q.offsets),
+    }
+    return compiled().Matrix(**(facts | stored))
+
+
+@lru_cache(maxsize=1024)
+def _facts(scheme: QuantScheme, shape: tuple[int, ...]) -> dict[str, Any]:
+    """What the compiled part is told about every tensor of a scheme and a stored shape."""
+    kind, table = _kind(scheme)
     offset = None if scheme.offset is None else scheme.offset.kind
-    stored_offset = None if scheme.offset is None else scheme.offset.dtype
-    return compiled().Matrix(
-        data=plain(_lines(q.data)),
-        shape=shape,
-        block=scheme.block_extents(shape),
-        bits=8 if scheme.store is QuantStore.NATIVE else scheme.bits,
-        value_bits=scheme.bits,
-        kind=kind,
-        is_signed=scheme.value.is_signed,
-        minifloat=_minifloat(scheme.value) if kind == _MINIFLOAT else (),
-        table=table,
-        scales=_grid(q.scales),
-        scale_number=number_of(scheme.scale),
-        tensor_scale=None if q.tensor_scale is None else _grid(q.tensor_scale),
-        offsets=None if q.offsets is None else _grid(q.offsets),
-        offset_number=number_of(stored_offset),
-        offset_kind=_OFFSETS.index(offset),
-    )
+    return {
+        "shape": shape,
+        "block": scheme.block_extents(shape),
+        "bits": 8 if scheme.store is QuantStore.NATIVE else scheme.bits,
+        "value_bits": scheme.bits,
+        "kind": kind,
+        "table": table,
+        "is_signed": scheme.value.is_signed,
+        "minifloat": _minifloat(scheme.value) if kind == _MINIFLOAT else (),
+        "scale_number": number_of(scheme.scale),
+        "offset_number": number_of(None if scheme.offset is None else scheme.offset.dtype),
+        "offset_kind": _OFFSETS.index(offset),
+    }
 
 
-def _kind(scheme: QuantScheme, table: Array | None) -> tuple[int, Any]:
-    """How a code becomes a number, and the table of the numbers where there is one."""
+def _kind(scheme: QuantScheme) -> tuple[int, F32 | None]:
+    """How a code becomes a number, and the numbers of all codes where the scheme says them."""
     is_small = scheme.bits <= 4
     if scheme.mode is QuantMode.LOOKUP:
-        named = None if scheme.table in (None, CUSTOM) else named_table(str(scheme.table))
-        entries = plain(_in_order(table)) if named is None else named.copy()
+        is_named = scheme.table not in (None, CUSTOM)
+        entries = named_table(str(scheme.table)).copy() if is_named else None
         return (_TABLE16 if is_small else _TABLE256), entries
     if is_small:
         return _TABLE16, numbers_of(scheme.value).copy()
