@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "simd_x86.h"
 #include "weight.h"
 
 namespace pq::PQ_TARGET {
@@ -349,17 +350,5 @@ inline I dot8_step(I start, I bytes, const uint8_t* x) {
   return _mm256_add_epi32(start, _mm256_add_epi32(first, second));
 }
 inline F lane_scales(const float* scales) { return set1(*scales); }
-
-class FlushSubnormals {
- public:
-  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~FlushSubnormals() { _mm_setcsr(before_); }
-  FlushSubnormals(const FlushSubnormals&) = delete;
-
- private:
-  unsigned before_;
-};
-
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 }  // namespace pq::PQ_TARGET

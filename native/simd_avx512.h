@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "simd_x86.h"
 #include "weight.h"
 
 namespace pq::PQ_TARGET {
@@ -328,17 +329,5 @@ inline F lane_scales(const float* scales) {
   return _mm512_permutexvar_ps(
       lanes, _mm512_castps128_ps512(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)scales))));
 }
-// Results and inputs below the smallest normal float32 are zeros, as the contract has it.
-class FlushSubnormals {
- public:
-  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~FlushSubnormals() { _mm_setcsr(before_); }
-  FlushSubnormals(const FlushSubnormals&) = delete;
-
- private:
-  unsigned before_;
-};
-
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 }  // namespace pq::PQ_TARGET
