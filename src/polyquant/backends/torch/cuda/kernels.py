@@ -7,6 +7,7 @@ about another machine's, and is answered for one that has everything.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,12 +17,14 @@ import torch
 
 from polyquant.backends.torch.cuda import schemes
 from polyquant.kernel import Kernel, Problem
+from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme, parse
 from polyquant.values import QuantStore, QuantValue
 
 _HERE = "polyquant.backends.torch.cuda"
 #: Compute capability of the oldest GPU that kernels are written for (bf16, cp.async): Ampere.
 _OLDEST = (8, 0)
+_NOTHING = nullcontext()
 
 
 def _needs(*packages: str, oldest: tuple[int, int] = _OLDEST) -> Callable[[], str | None]:
@@ -105,34 +108,43 @@ def _why_not_fp8(problem: Problem) -> str | None:
 
 
 def _why_not_mma(problem: Problem) -> str | None:
-    return schemes.why_not(problem) or _lacks_nvrtc()
+    reason = schemes.why_not(problem) or _lacks_nvrtc()
+    if reason is None and isinstance(problem.b, QuantScheme) and schemes.converts_fp8(problem.b):
+        return _lacks_fp8()
+    return reason
 
 
 # -- how each runs ----------------------------------------------------------------------------
 
 
+def _beside(operand: Any) -> AbstractContextManager[Any]:
+    """The GPU of an operand as torch's current one, which launches go to."""
+    array = operand.data if isinstance(operand, QTensor) else operand
+    index = array.device.index
+    if index is None or index == torch.cuda.current_device():
+        return _NOTHING
+    found: AbstractContextManager[Any] = torch.cuda.device(index)
+    return found
+
+
 def _dequantize(q: Any, dtype: Any) -> Any:
-    return _module("decode").dequantize(q, dtype)
+    with _beside(q):
+        return _module("decode").dequantize(q, dtype)
 
 
 def _quantize(x: Any, scheme: Any, calibration: str, **given: Any) -> Any:
-    return _module("encode").quantize(x, scheme, calibration, **given)
+    with _beside(x):
+        return _module("encode").quantize(x, scheme, calibration, **given)
 
 
-def _int8(a: Any, b: Any, dtype: Any) -> Any:
-    return _module("paired").matmul_int8(a, b, dtype)
+def _product(module: str, name: str) -> Callable[[Any, Any, Any], Any]:
+    """A product of that name in a module that is imported when it runs."""
 
+    def run(a: Any, b: Any, dtype: Any) -> Any:
+        with _beside(a):
+            return getattr(_module(module), name)(a, b, dtype)
 
-def _fp8(a: Any, b: Any, dtype: Any) -> Any:
-    return _module("paired").matmul_fp8(a, b, dtype)
-
-
-def _cublas(a: Any, b: Any, dtype: Any) -> Any:
-    return _module("products").matmul(a, b, dtype)
-
-
-def _mma(a: Any, b: Any, dtype: Any) -> Any:
-    return _module("mma").matmul(a, b, dtype)
+    return run
 
 
 def tune(device: str) -> Any:
@@ -140,11 +152,12 @@ def tune(device: str) -> Any:
     return _module("tune").tune(device)
 
 
+_FP8 = _product("paired", "matmul_fp8")
 KERNELS = (
-    Kernel("torch.nvrtc.mma", "matmul", _why_not_mma, _mma),
-    Kernel("torch.cublas.int8", "matmul", _why_not_int8, _int8),
-    Kernel("torch.cublas.fp8", "matmul", _why_not_fp8, _fp8, entering="float16"),
-    Kernel("torch.triton.cublas", "matmul", _why_not_cublas, _cublas),
+    Kernel("torch.nvrtc.mma", "matmul", _why_not_mma, _product("mma", "matmul")),
+    Kernel("torch.cublas.int8", "matmul", _why_not_int8, _product("paired", "matmul_int8")),
+    Kernel("torch.cublas.fp8", "matmul", _why_not_fp8, _FP8, entering="float16"),
+    Kernel("torch.triton.cublas", "matmul", _why_not_cublas, _product("products", "matmul")),
     Kernel("torch.triton.quantize", "quantize", _why_not_quantize, _quantize),
     Kernel("torch.triton.dequantize", "dequantize", _why_not_dequantize, _dequantize),
 )

@@ -120,6 +120,7 @@ def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | N
     nvrtc.launch(plan.function, plan.grid, argument, early=plan.early)
 
 
+@lru_cache(maxsize=4096)
 def _fitting(tiles: Tiles, scheme: QuantScheme, columns: int, device: int) -> Tiles:
     """The tiles, or such as the scheme and the GPU allow.
 

@@ -65,6 +65,11 @@ def _why_not_blocks(scheme: QuantScheme) -> str | None:
     return None
 
 
+def converts_fp8(scheme: QuantScheme) -> bool:
+    """Whether decoding needs the e4m3 conversion of compute capability 8.9."""
+    return scheme.value is QuantValue.E4M3 or scheme.scale is ScaleDtype.UE4M3
+
+
 class CodeKind(NamedTuple):
     """How codes are decoded: the number of mma.cu, the width of a field, bits of the mantissa."""
 
