@@ -34,7 +34,7 @@ def made(rows_of_x: tuple[int, ...]) -> str:
     text = (
         f"us (speed-up over `F.linear` in bf16) of bf16 activations by a weight of {SHAPE[0]} x "
         f"{SHAPE[1]}. {found['gpu']}, {found['date']}, torch {versions['torch']}. cuBLAS was timed "
-        "in other runs of the same day, which lie within 3 % of each other."
+        "in other runs of the same day, which lie within 5 % of their median."
     )
     head = ["scheme", *(f"{m} row{'s' * (m > 1)}" for m in rows_of_x)]
     cublas = ["bf16 (cuBLAS)", *(_time(found["cublas_us"].get(str(m))) for m in rows_of_x)]
