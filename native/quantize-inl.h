@@ -333,7 +333,7 @@ PQ_INLINE void with_code(const Encoder& e, Body body) {
 template <class Piece>
 PQ_INLINE void each_piece(const Weight& w, const Activations& x, const Encoder& e, int64_t step,
                           int64_t first, int64_t last, const Codes& to, const Piece& piece) {
-  const int64_t together = x.column_stride == 1 ? 1 : kLinesRead;
+  const int64_t together = x.column_stride == 1 ? 1 : min64(kLinesRead, last - first);
   // Blocks are read by whole vectors, so one that ends within a vector reads beyond itself.
   const bool ends_whole = w.block % kWidth == 0 || w.grid_length == 1;
   const bool in_place = x.column_stride == 1 && x.type == Float::kF32 && !e.saturates && ends_whole;
