@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import polyquant as pq
 from peers import decoded, fixture, names
 from polyquant.cli.app import app
-from polyquant.errors import InvalidArgument, NotExact, UnknownName, WriteFailed
+from polyquant.errors import InvalidArgument, NotExact, UnknownName, UnsupportedDtype, WriteFailed
 from polyquant.formats import WRITERS
 from polyquant.models import resumable
 from polyquant.models.conversion import plan
@@ -212,6 +212,27 @@ def test_shards_in_parallel(sharded: Path, tmp_path: Path, to: str, jobs: int) -
         assert found["quantization_config"]["quant_method"] == "gptq"
 
 
+def test_shards_of_other_schemes_have_one_config(tmp_path: Path) -> None:
+    tensors: dict[str, Any] = {
+        f"l{i}.weight": pq.quantize(VALUES, scheme)
+        for i, scheme in enumerate(("q4f/32:f16", "q8f/32:f16", "e2m1/32:ue8m0"))
+    }
+    for folder in ("in", "out"):
+        (tmp_path / folder).mkdir()
+    pq.save(tmp_path / "in" / "m.safetensors", tensors | {"n": VALUES}, shard_size_bytes=9000)
+    out = tmp_path / "out" / "n.safetensors.index.json"
+    convert(tmp_path / "in", out, "compressed-tensors", jobs=2)
+    assert_same_values(tmp_path / "in", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert [g["targets"] for g in config["config_groups"].values()] == [["l0"], ["l1"], ["l2"]]
+    (tmp_path / "out" / "config.json").unlink()  # every shard has it too
+    assert_same_values(tmp_path / "in", tmp_path / "out")
+    tensors = {name: tensors[name] for name in ("l0.weight", "l1.weight")}
+    pq.save(tmp_path / "two.safetensors", tensors, shard_size_bytes=9000)
+    with pytest.raises(UnsupportedDtype, match="one number of bits"):
+        convert(tmp_path / "two.safetensors", tmp_path / "x.safetensors.index.json", "gptq")
+
+
 @pytest.mark.parametrize("to", ["safetensors", "gptq"])
 def test_a_stopped_conversion_goes_on(
     sharded: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
@@ -281,6 +302,20 @@ def test_the_example(tmp_path: Path) -> None:
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "the same file, byte for byte" in found.stdout
     assert found.stdout.rstrip().endswith(".")
+
+
+def test_ctrl_c_in_the_middle_of_shards(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(resumable, "run_job", stopped)
+    made = run("convert", sharded, tmp_path / "n.safetensors.index.json", "--to", "gptq")
+    assert made.exit_code == 130 and "goes on with the shards" in made.stderr
+    monkeypatch.setattr(resumable, "convert", stopped)
+    made = run("convert", sharded, tmp_path / "n.safetensors", "--to", "gptq")
+    assert made.exit_code == 130 and "Nothing was written" in made.stderr
 
 
 def test_a_config_on_the_command_line(tmp_path: Path) -> None:

@@ -687,6 +687,7 @@ FOREIGN = {
     ("files/strict_json.py", "ValueError"): "what json's hooks raise; caught in the same module",
     ("cli/app.py", "typer.Exit"): "typer's way to set the exit status",
     ("cli/compare.py", "typer.Exit"): "typer's way to set the exit status",
+    ("cli/convert.py", "typer.Exit"): "typer's way to set the exit status",
     ("cli/system.py", "typer.Exit"): "typer's way to set the exit status",
 }
 

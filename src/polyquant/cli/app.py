@@ -16,13 +16,12 @@ from typer.core import TyperGroup
 
 from polyquant import __version__
 from polyquant.cli import compare, convert, inspect, quantize, sweep, system
+from polyquant.cli.options import STOPPED
 from polyquant.cli.output import err
 from polyquant.errors import PolyquantError
 
 #: Exit code of a wrong call or an error of the catalogue.
 REFUSED = 2
-#: Exit code of a run that was stopped by Ctrl-C (128 + SIGINT).
-STOPPED = 130
 
 
 class Commands(TyperGroup):

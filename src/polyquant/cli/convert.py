@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from rich.markup import escape
 
 from polyquant.cli import output
 from polyquant.cli.options import (
+    STOPPED,
     Calibration,
     Config,
     Exclude,
@@ -20,6 +22,7 @@ from polyquant.cli.options import (
     Source,
     config_of,
 )
+from polyquant.files.container import INDEX_SUFFIX
 from polyquant.models import resumable
 from polyquant.models.conversion import Conversion, Converted, plan, totals
 from polyquant.models.targets import Target, target_of
@@ -86,7 +89,8 @@ def convert(
         )
     finished: list[Converted] = []
     if not dry_run:
-        finished = _run(opened, target, out, steps, jobs, calibration, quiet=as_json)
+        with _stopping(out):
+            finished = _run(opened, target, out, steps, jobs, calibration, quiet=as_json)
     if as_json:
         qualities = {done.conversion.name: done for done in finished}
         output.print_json(
@@ -102,6 +106,18 @@ def convert(
         )
     else:
         _print(steps, finished, out, dry_run=dry_run)
+
+
+@contextmanager
+def _stopping(out: Path) -> Iterator[None]:
+    """Say what is left when shards are stopped by Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not out.name.endswith(INDEX_SUFFIX):
+            raise
+        output.err().print("Stopped. The same command goes on with the shards that are missing.")
+        raise typer.Exit(STOPPED) from None
 
 
 def _run(

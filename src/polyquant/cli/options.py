@@ -10,6 +10,9 @@ import typer
 
 from polyquant.errors import InvalidArgument
 
+#: Exit code of a run that was stopped by Ctrl-C (128 + SIGINT).
+STOPPED = 130
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 Include = Annotated[
     list[str] | None,

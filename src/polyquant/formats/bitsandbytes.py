@@ -255,20 +255,26 @@ def _why_not_scales(scheme: QuantScheme, info: TensorInfo) -> str | None:
 
 
 def open_writer(
-    path: Path, plan: Sequence[TensorInfo], metadata: Mapping[str, str] = MappingProxyType({})
+    path: Path,
+    plan: Sequence[TensorInfo],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+    whole: Sequence[TensorInfo] | None = None,
 ) -> PlannedWriter:
-    """The writer of a file. What was read from one keeps its ``quant_state`` to the byte.
+    """The writer of a file, of a model of the tensors ``whole``.
+
+    What was read from one keeps its ``quant_state`` to the byte.
 
     Raises UnsupportedDtype, InvalidName, and CorruptData when a tensor comes whose offsets differ.
     """
-    check_held(plan, why_not_hold, NAME)
+    whole = plan if whole is None else whole
+    check_held(whole, why_not_hold, NAME)
     origin = kept_origin(metadata, NAME)
-    kinds = {info.scheme.table for info in plan if info.scheme is not None}
+    kinds = {info.scheme.table for info in whole if info.scheme is not None}
     is_int8 = kinds == {None}
-    nested = any(isinstance(i.scheme.scale, QuantScheme) for i in plan if i.scheme is not None)
+    nested = any(isinstance(i.scheme.scale, QuantScheme) for i in whole if i.scheme is not None)
     config: dict[str, Any] = {"quant_method": NAME}
     config |= {"load_in_8bit": is_int8, "load_in_4bit": not is_int8}
-    config["llm_int8_skip_modules"] = plain_modules(plan) or None
+    config["llm_int8_skip_modules"] = plain_modules(whole) or None
     if not is_int8:
         config |= {
             "bnb_4bit_quant_type": next(iter(sorted(k for k in kinds if k)), "nf4"),

@@ -369,15 +369,21 @@ def _is_symmetric(scheme: QuantScheme) -> bool:
 
 
 def open_writer(
-    path: Path, plan: Sequence[TensorInfo], metadata: Mapping[str, str] = MappingProxyType({})
+    path: Path,
+    plan: Sequence[TensorInfo],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+    whole: Sequence[TensorInfo] | None = None,
 ) -> PlannedWriter:
-    """The writer of a file: a config group for each scheme, that names its modules.
+    """The writer of a file, of a model of the tensors ``whole``.
+
+    Its config has a group for each scheme, that names its modules.
 
     Raises UnsupportedDtype, InvalidName.
     """
-    check_held(plan, why_not_hold, NAME)
+    whole = plan if whole is None else whole
+    check_held(whole, why_not_hold, NAME)
     groups: dict[str, tuple[dict[str, Any], str, list[str]]] = {}
-    for info in plan:
+    for info in whole:
         if info.scheme is not None:
             weights, format = _weights(info.scheme)
             key = json.dumps(weights)
@@ -387,7 +393,7 @@ def open_writer(
         "quant_method": NAME,
         "format": formats[0] if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "ignore": plain_modules(plan),
+        "ignore": plain_modules(whole),
         "config_groups": {
             f"group_{number}": {
                 "targets": targets if len(groups) > 1 else ["Linear"],

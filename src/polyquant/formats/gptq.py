@@ -220,14 +220,18 @@ def why_not_hold(info: TensorInfo) -> str | None:
 
 
 def open_writer(
-    path: Path, plan: Sequence[TensorInfo], metadata: Mapping[str, str] = MappingProxyType({})
+    path: Path,
+    plan: Sequence[TensorInfo],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+    whole: Sequence[TensorInfo] | None = None,
 ) -> PlannedWriter:
-    """The writer of a file in version 2 of the format.
+    """The writer of a file in version 2 of the format, of a model of the tensors ``whole``.
 
     Raises UnsupportedDtype (also where layers differ in bits or group size), InvalidName.
     """
-    check_held(plan, why_not_hold, NAME)
-    quantized = [info for info in plan if info.scheme is not None]
+    whole = plan if whole is None else whole
+    check_held(whole, why_not_hold, NAME)
+    quantized = [info for info in whole if info.scheme is not None]
     facts = {(info.scheme.bits, info.scheme.block) for info in quantized if info.scheme}
     if len(facts) > 1:
         what = f"The layers of {path}, which have bits and blocks of {sorted(map(str, facts))},"

@@ -187,11 +187,18 @@ def why_not_hold(info: TensorInfo) -> str | None:
 
 
 def open_writer(
-    path: Path, plan: Sequence[TensorInfo], metadata: Mapping[str, str] = MappingProxyType({})
+    path: Path,
+    plan: Sequence[TensorInfo],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+    whole: Sequence[TensorInfo] | None = None,
 ) -> PlannedWriter:
-    """The writer of a file. Raises UnsupportedDtype, InvalidName."""
-    check_held(plan, why_not_hold, NAME)
-    own = {base_of(info): _module(info) for info in plan if info.scheme is not None}
+    """The writer of a file, of a model of the tensors ``whole``.
+
+    Raises UnsupportedDtype, InvalidName.
+    """
+    whole = plan if whole is None else whole
+    check_held(whole, why_not_hold, NAME)
+    own = {base_of(info): _module(info) for info in whole if info.scheme is not None}
     usual = Counter(tuple(sorted(facts.items())) for facts in own.values()).most_common(1)
     general: dict[str, Any] = dict(usual[0][0]) if usual else {}
     overrides = {base: facts for base, facts in own.items() if facts != general}

@@ -20,6 +20,7 @@ from typing import Any
 from polyquant.errors import InvalidArgument, WriteFailed
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.container import INDEX_SUFFIX
+from polyquant.files.info import TensorInfo
 from polyquant.files.probe import CONFIG, Probe
 from polyquant.files.replace import Replacement
 from polyquant.formats import FORMATS, open_checkpoint
@@ -56,14 +57,14 @@ class Job:
     number: tuple[int, int]
     metadata: Mapping[str, str]
     calibration: str
+    whole: tuple[TensorInfo, ...]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a shard: its tensors, the config of its format, checksums of its tensors."""
+    """What became of a shard: its tensors, and their checksums in polyquant's own form."""
 
     finished: list[Converted]
-    config: Mapping[str, Any]
     checksums: Mapping[str, str]
 
 
@@ -136,11 +137,12 @@ def _run_shards(
     for job, outcome in _outcomes(waiting, jobs, on_done):
         outcomes[job.path.name] = outcome
         progress.add(job, outcome)
+    _write_index(out, todo)
     if target.is_own:
         _write_headers(todo, progress)
-    _write_index(out, todo)
-    for config in [outcome.config for outcome in outcomes.values()][:1]:
-        write_config(source, out, config)
+    elif todo:
+        writer = target.open_writer(out, todo[0].whole, todo[0].metadata)
+        write_config(source, out, writer.config)
     progress.remove()
     return [done for outcome in outcomes.values() for done in outcome.finished]
 
@@ -151,6 +153,7 @@ def _jobs(
     by_name = {step.name: step for step in steps}
     groups = shards_of(source.path, list(by_name))
     stem = out.name.removesuffix(INDEX_SUFFIX)
+    whole = tuple(step.result for step in steps)
     with source.open() as checkpoint:
         metadata = _kept(checkpoint.metadata, target)
     return [
@@ -162,6 +165,7 @@ def _jobs(
             (number, len(groups)),
             metadata,
             calibration,
+            whole,
         )
         for number, group in enumerate(groups, 1)
     ]
@@ -189,13 +193,12 @@ def run_job(job: Job, on_done: Callable[[Converted], None] = lambda done: None) 
         if job.target.is_own:
             writer: Any = ShardFile(job.path, results, job.number, job.metadata)
         else:
-            writer = job.target.open_writer(job.path, results, job.metadata)
+            writer = job.target.open_writer(job.path, results, job.metadata, job.whole)
         with writer:
             finished = convert(
                 checkpoint, job.steps, writer.write, calibration=job.calibration, on_done=on_done
             )
-    checksums = writer.checksums if job.target.is_own else {}
-    return Outcome(finished, {} if job.target.is_own else writer.config, checksums)
+    return Outcome(finished, writer.checksums if job.target.is_own else {})
 
 
 def _write_headers(todo: Sequence[Job], progress: _Progress) -> None:
@@ -247,8 +250,8 @@ class _Progress:
     def __init__(self, out: Path, todo: Sequence[Job]) -> None:
         self._path = out.with_name(f"{out.name}.progress")
         facts = [(job.path.name, str(job.target), str(job.steps), job.calibration) for job in todo]
-        stat = os.stat(todo[0].source.path) if todo else None
-        source = None if stat is None else (str(todo[0].source.path), stat.st_mtime_ns)
+        file = Probe(todo[0].source.path).file if todo else None
+        source = None if file is None else (str(file), os.stat(file).st_mtime_ns)
         self._plan = hashlib.sha256(repr((facts, source)).encode()).hexdigest()
         self._done: dict[str, Mapping[str, str]] = {}
         try:

@@ -41,11 +41,18 @@ class Target:
         return reason
 
     def open_writer(
-        self, path: Path, plan: Sequence[TensorInfo], metadata: Mapping[str, str]
+        self,
+        path: Path,
+        plan: Sequence[TensorInfo],
+        metadata: Mapping[str, str],
+        whole: Sequence[TensorInfo] | None = None,
     ) -> Any:
-        """The writer of a file of the format. Not for polyquant's own form."""
+        """The writer of a file of the format. Not for polyquant's own form.
+
+        ``whole``: the tensors of all shards, of which the file is one.
+        """
         made: Callable[..., Any] = import_module(WRITERS[self.format]).open_writer
-        return made(path, plan, metadata)
+        return made(path, plan, metadata) if whole is None else made(path, plan, metadata, whole)
 
     def check_path(self, out: Path) -> None:
         """Raise InvalidArgument for a name that the format's readers would not look for."""
