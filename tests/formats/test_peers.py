@@ -52,6 +52,32 @@ def test_infos_are_told_without_reading(name: str) -> None:
         assert stored <= fixture(name).path.stat().st_size
 
 
+@pytest.mark.parametrize("name", names(*FOLDERS))
+def test_the_same_numbers_in_torch_and_in_parts(name: str) -> None:
+    """What files hold moves to another library bit by bit, and its views are exact."""
+    with fixture(name).open() as ck:
+        for tensor in list(ck)[:3]:
+            q = ck[tensor]
+            if isinstance(q, pq.QTensor):
+                values = q.dequantize()
+                there = ck.read(tensor, "torch:cpu")
+                np.testing.assert_array_equal(there.dequantize().numpy(), values)
+                assert there.to("numpy").to_data() == q.to_data()
+                np.testing.assert_array_equal(q[1:3].dequantize(), values[1:3])
+                np.testing.assert_array_equal(q.mT.dequantize(), values.swapaxes(-1, -2))
+
+
+@pytest.mark.parametrize("name", ["gptq/w4_g32_desc_act_v1", "hqq/b3_g32_axis0", "gguf/q4_k"])
+def test_the_same_numbers_in_jax(name: str) -> None:
+    pytest.importorskip("jax", reason="jax is not installed")
+    if names("gguf")[0] == "":
+        pytest.skip("no fixtures")
+    with fixture(name).open() as ck:
+        tensor = next(n for n in ck if ck.info(n).scheme is not None)
+        there = ck.read(tensor, "jax:cpu:0")
+        np.testing.assert_array_equal(np.asarray(there.dequantize()), ck[tensor].dequantize())
+
+
 def test_experts_transposed_and_effective_weights() -> None:
     experts = fixture(names("gpt-oss-mxfp4")[1])
     expected = experts.expected()
