@@ -84,7 +84,7 @@ FILES: Table = {
     "wrong-magic": (
         Raises(
             "unknown-format",
-            lambda here: here.load(b"NRUB" + bytes(100), "a.bpk"),
+            lambda here: here.load(b"BURN" + bytes(100), "a.bpk"),
             "Readable: polyquant",
             "a.bpk",
             "it is not a safetensors file",

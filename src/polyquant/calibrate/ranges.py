@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from polyquant.arrays import Array, HostArray, constant, namespace
+from polyquant.blocks import blocks_of
 from polyquant.calibrate.host import F64, block_runs, fixed_sum, lines, on_host
 from polyquant.scheme import QuantScheme
 from polyquant.standard import (
@@ -76,13 +77,11 @@ def _magnitudes(host: HostArray, scheme: QuantScheme, nonfinite: str) -> F64:
 
 def _counts(host: HostArray, scheme: QuantScheme) -> F64:
     """How many numbers every block has: a last block may be short."""
-    grid, count = scheme.scale_shape(host.shape), np.ones(())
-    for blocks, extent, size in zip(
-        grid, scheme.block_extents(host.shape), host.shape, strict=True
-    ):
-        starts = np.arange(blocks) * extent
+    blocks, count = blocks_of(scheme, host.shape), np.ones(())
+    for size, extent, number in zip(*blocks, strict=True):
+        starts = np.arange(number) * extent
         count = np.multiply.outer(count, np.minimum(starts + extent, size) - starts)
-    return np.asarray(count, np.float64)
+    return np.asarray(count, np.float64).reshape(scheme.scale_shape(host.shape))
 
 
 def percentile(
@@ -170,7 +169,7 @@ def _lowest(scheme: QuantScheme, table: Array | None) -> float:
 
 
 def _grid(like: Array, numbers: F64) -> Array:
-    return constant(like, numbers.astype(np.float32))
+    return constant(like, np.asarray(numbers, np.float32))
 
 
 def _whole_lines(host: HostArray, scheme: QuantScheme, nonfinite: str) -> list[tuple[slice, F32]]:
