@@ -162,6 +162,7 @@ class Bytes {
     require(bits >= 1 && bits <= 8 && mask >= 0 && mask < 256 && flip >= 0 && flip < 256 &&
                 bias >= 0 && bias <= 128 && (table_.empty() || table_.size() == 16),
             "no such codes");
+    require(table_.empty() || !has_zero_point, "a table has no zero points");
     kind_ = {bits, static_cast<uint8_t>(mask), static_cast<uint8_t>(flip), nullptr, bias, factor,
              has_zero_point};
   }
