@@ -67,21 +67,26 @@ inline bool pack_codes(const Weight& x, int64_t first, int64_t last, const Codes
 
 // -- few rows ---------------------------------------------------------------------------------
 
-// x laid out for dot8: per step of kStep8 codes the codes (as the instruction set wants them), and
-// minus the sums of each lane's codes, times the weight's bias where that is the same everywhere.
+// x laid out for dot8, a pair of rows after the other (or one row): per step of kStep8 codes, row by
+// row, the codes (as the instruction set wants them), and minus the sums of each lane's codes, which are multiplied by the weight's bias (lane by
+// lane, so that what cancels does so in integers).
 inline void pack_steps(const Codes8& x, int64_t rows, const Weight8& w, const Steps& to) {
   const int64_t stride = to.steps * (kStep8 / kUnit) + 16;  // of the scales of a row
   for (int64_t m = 0; m < rows; ++m) {
     std::memcpy(to.scales + m * stride, x.scales + m * x.units, 4 * static_cast<size_t>(x.units));
     for (int64_t u = x.units; u < stride; ++u) to.scales[m * stride + u] = 0.0f;
   }
-  const I minus = set1_int(w.has_zero_point ? -1 : -w.bias);
   for (int64_t m = 0; m < rows; ++m)
     for (int64_t step = 0; step < to.steps; ++step) {
-      const int64_t at = m * to.steps + step;
-      uint8_t* const codes = to.codes + at * kStepBytes;
-      put_step(x.codes + m * x.padded + step * kStep8, codes);
-      store_int(to.sums + at * kWidth, mul_int(step_sums(codes), minus));
+      const int64_t at = to.rows == 1 ? step : (m / 2 * to.steps + step) * 2 + m % 2;
+      const int8_t* const codes = x.codes + m * x.padded + step * kStep8;
+      put_step(codes, to.codes + at * kStepBytes);
+      for (int lane = 0; lane < kWidth; ++lane) {
+        int32_t total = 0;
+        for (int i = 0; i < kStep8 / kWidth; ++i) total += codes[step_lane(lane, i)];
+        to.sums[at * kWidth + lane] =
+            static_cast<int16_t>(w.has_zero_point || w.bias ? -total : 0);
+      }
     }
 }
 
@@ -89,14 +94,14 @@ inline void pack_steps(const Codes8& x, int64_t rows, const Weight8& w, const St
 // zero points, where there are any.
 template <int kRows, bool kZero, class B>
 PQ_INLINE void dot8_at(const B& fields, int64_t step, const float* scales, int64_t stride,
-                       const float* zeros, const Steps& x, F (&acc)[kRows]) {
+                       const float* zeros, int bias_bits, const Steps& x, F (&acc)[kRows]) {
   I zero_points{};
   if constexpr (kZero) zero_points = to_int(lane_scales(zeros + step * (kStep8 / kUnit)));
 #pragma GCC unroll 4
   for (int m = 0; m < kRows; ++m) {
-    const int64_t at = m * x.steps + step;
-    I start = load_int(x.sums + at * kWidth);
-    if constexpr (kZero) start = mul_int(start, zero_points);
+    const int64_t at = step * kRows + m;
+    I start = load_short(x.sums + at * kWidth);
+    start = kZero ? mul_int(start, zero_points) : shifted(start, bias_bits);
     const F total = to_float(dot8_step(start, fields, x.codes + at * kStepBytes));
     acc[m] = fma(total, lane_scales(scales + m * stride + step * (kStep8 / kUnit)), acc[m]);
   }
@@ -106,17 +111,18 @@ PQ_INLINE void dot8_at(const B& fields, int64_t step, const float* scales, int64
 template <int kRows, bool kZero, class Bytes>
 __attribute__((noinline)) void dot8_rest(const Bytes& bytes, const uint8_t* p, int64_t line_codes,
                                          int64_t step, const float* scales, int64_t stride,
-                                         const float* zeros, const Steps& x, F (&acc)[kRows]) {
+                                         const float* zeros, int bias_bits, const Steps& x,
+                                         F (&acc)[kRows]) {
   for (; step < x.steps; ++step)
     dot8_at<kRows, kZero>(bytes.part(p + step * bytes.step, line_codes - step * bytes.step), step,
-                          scales, stride, zeros, x, acc);
+                          scales, stride, zeros, bias_bits, x, acc);
 }
 
 // A line: whole pairs of steps, with everything in registers, then the rest.
 template <int kRows, bool kZero, class Bytes>
 PQ_INLINE void dot8_line(const Bytes bytes, const uint8_t* p, int64_t line_codes,
-                         const float* scales, int64_t stride, const float* zeros, const Steps x,
-                         F (&sums)[kRows]) {
+                         const float* scales, int64_t stride, const float* zeros, int bias_bits,
+                         const Steps x, F (&sums)[kRows]) {
   const int64_t pairs = min64(line_codes / bytes.step, x.steps) / 2;
   F even[kRows], odd[kRows];
   for (auto& sum : even) sum = zero();
@@ -124,12 +130,14 @@ PQ_INLINE void dot8_line(const Bytes bytes, const uint8_t* p, int64_t line_codes
   const uint8_t* at = p;
   for (int64_t i = 0; i < pairs; ++i, at += 2 * bytes.step) {
     prefetch(at + 1024);
-    dot8_at<kRows, kZero>(bytes(at), 2 * i, scales, stride, zeros, x, even);
-    dot8_at<kRows, kZero>(bytes(at + bytes.step), 2 * i + 1, scales, stride, zeros, x, odd);
+    dot8_at<kRows, kZero>(bytes(at), 2 * i, scales, stride, zeros, bias_bits, x, even);
+    dot8_at<kRows, kZero>(bytes(at + bytes.step), 2 * i + 1, scales, stride, zeros, bias_bits, x,
+                           odd);
   }
   for (int m = 0; m < kRows; ++m) sums[m] = add(even[m], odd[m]);
   if (2 * pairs < x.steps)
-    dot8_rest<kRows, kZero>(bytes, p, line_codes, 2 * pairs, scales, stride, zeros, x, sums);
+    dot8_rest<kRows, kZero>(bytes, p, line_codes, 2 * pairs, scales, stride, zeros, bias_bits, x,
+                             sums);
 }
 
 template <int kRows, bool kZero, class Bytes>
@@ -138,6 +146,7 @@ inline bool dot8_lines(const Weight& w, const Weight8& kind, const Steps& x, int
   [[maybe_unused]] const FlushSubnormals mode;
   const Bytes bytes(kind);
   const int64_t units = x.steps * (kStep8 / kUnit), stride = units + 16;
+  const int bias_bits = kind.bias ? __builtin_ctz(static_cast<unsigned>(kind.bias)) : 0;
   const int64_t line_codes = (w.length * w.bits + 7) / 8;
   float* const products = new float[static_cast<size_t>((kRows + 2) * stride + w.grid_length + 128)];
   float *const scales = products + kRows * stride, *const zeros = scales + stride + 16;
@@ -159,7 +168,7 @@ inline bool dot8_lines(const Weight& w, const Weight8& kind, const Steps& x, int
     }
     F acc[kRows];
     const uint8_t* const p = w.data + line * w.line_bytes;
-    dot8_line<kRows, kZero>(bytes, p, line_codes, products, stride, zeros, x, acc);
+    dot8_line<kRows, kZero>(bytes, p, line_codes, products, stride, zeros, bias_bits, x, acc);
     for (int m = 0; m < kRows && m < rows; ++m)
       write_sum(y, m * y.row_stride + n, sum(acc[m]) * kind.factor);
   }
@@ -174,9 +183,21 @@ inline bool dot8_of(const Weight& w, const Weight8& kind, const Steps& x, int64_
     constexpr bool kZero = decltype(has_zero)::value;
     if (rows == 1)
       return dot8_lines<1, kZero, Bytes>(w, kind, x, rows, first_line, first, last, y);
-    if (rows == 2)
-      return dot8_lines<2, kZero, Bytes>(w, kind, x, rows, first_line, first, last, y);
-    return dot8_lines<4, kZero, Bytes>(w, kind, x, rows, first_line, first, last, y);
+    // Two rows at a time, whose codes stay in the first cache; the lines stay in the second.
+    constexpr int64_t kLines = 16;
+    const int64_t item = y.type == Float::kF32 ? 4 : 2;
+    const int64_t stride = x.steps * (kStep8 / kUnit) + 16;
+    for (int64_t n = first; n < last; n += kLines)
+      for (int64_t m = 0; m < rows; m += 2) {
+        const int64_t before = m * x.steps;
+        const Steps pair{x.codes + before * kStepBytes, x.sums + before * kWidth,
+                         x.scales + m * stride, x.steps, 2};
+        const Output to{static_cast<char*>(y.data) + m * y.row_stride * item, y.type, y.row_stride};
+        if (!dot8_lines<2, kZero, Bytes>(w, kind, pair, rows - m, first_line, n,
+                                         min64(last, n + kLines), to))
+          return false;
+      }
+    return true;
   };
   return kind.has_zero_point ? by(Constant<1>()) : by(Constant<0>());
 }
@@ -333,6 +354,8 @@ inline bool panel8(const Weight& w, const Weight8& kind, const Codes8& x, const 
       for (int64_t i = 0; i < lines; ++i) {
         const uint8_t* const line = w.data + (first_line + n + i) * w.line_bytes;
         const uint8_t* p = line + k * w.bits / 8;
+        const uint8_t* const next = p + kPanelDepth8 * w.bits / 8;
+        for (int64_t byte = 0; byte < kPanelDepth8 * w.bits / 8; byte += 64) prefetch(next + byte);
         for (int64_t at = 0; at < depth; at += kStep8, p += bytes.step) {
           const bool is_inside = p + bytes.step <= line + line_codes;
           const I fields = is_inside ? bytes(p) : bytes.part(p, line + line_codes - p);

@@ -160,7 +160,7 @@ class Bytes {
         bool has_zero_point)
       : table_(std::move(table)) {
     require(bits >= 1 && bits <= 8 && mask >= 0 && mask < 256 && flip >= 0 && flip < 256 &&
-                bias >= 0 && bias <= 128 && (table_.empty() || table_.size() == 16),
+                bias >= 0 && bias <= 128 && (bias & (bias - 1)) == 0 && (table_.empty() || table_.size() == 16),
             "no such codes");
     require(table_.empty() || !has_zero_point, "a table has no zero points");
     kind_ = {bits, static_cast<uint8_t>(mask), static_cast<uint8_t>(flip), nullptr, bias, factor,
@@ -279,11 +279,12 @@ class Matrix {
                 const Output& y, int workers) const {
     const int64_t steps = ceil_div(codes.padded, k.step8), padded_rows = rows == 3 ? 4 : rows;
     const int64_t scales = padded_rows * (steps * (k.step8 / 32) + 16);
-    const int64_t lanes = padded_rows * steps * k.width;
-    const int64_t size = scales + lanes + padded_rows * steps * k.step8_bytes / 4;
+    const int64_t sums = padded_rows * steps * k.width / 2;  // two of 16 bits to a float's place
+    const int64_t size = scales + sums + padded_rows * steps * k.step8_bytes / 4;
     float* const memory = x_scratch.floats(size + 64);
-    const Steps x{reinterpret_cast<uint8_t*>(memory), reinterpret_cast<int32_t*>(memory + size - scales - lanes),
-                  memory + size - scales, steps};
+    const Steps x{reinterpret_cast<uint8_t*>(memory),
+                  reinterpret_cast<int16_t*>(memory + size - scales - sums), memory + size - scales,
+                  steps, padded_rows};
     if (rows == 3) std::fill(memory, memory + size, 0.0f);
     k.pack_steps(codes, rows, kind, x);
     std::atomic<bool> fine{true};

@@ -280,6 +280,8 @@ struct FewScales {
   }
 };
 
+constexpr int64_t kLinesAhead = 32;
+
 // Columns [n, n + kVectors * kWidth) for kRows rows: the sums stay in registers over all lines.
 template <int kRows, int kVectors, class At>
 PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed x, int64_t rows,
@@ -299,8 +301,10 @@ PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed 
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) acc[m][v] = zero();
   const auto walk = [&](int64_t k) PQ_INLINE_LAMBDA {
-    prefetch(p + 16 * line_bytes);
-    if constexpr (kColumns > 128) prefetch(p + 16 * line_bytes + 64);
+#pragma GCC unroll 4
+    for (int64_t byte = 0; byte < kColumns; byte += 64)
+      if (byte < bytes) prefetch(p + kLinesAhead * line_bytes + byte);
+    prefetch(p + kLinesAhead * line_bytes + bytes - 1);
     F left[kRows];
 #pragma GCC unroll 4
     for (int m = 0; m < kRows; ++m) left[m] = set1(x.data[m * x.stride + k]);
@@ -403,14 +407,26 @@ PQ_INLINE void tile(const float* a, int64_t a_stride, const float* b, int64_t b_
     for (int v = 0; v < kVectors; ++v) store(c + r * c_stride + v * kWidth, acc[r][v]);
 }
 
+// Bytes of lines that are wanted next: asked for while tiles are computed, a few lines at a time.
+struct Ahead {
+  const uint8_t* p = nullptr;
+  int64_t stride = 0, bytes = 0;
+  PQ_INLINE void operator()(int64_t first, int64_t last) const {
+    for (int64_t line = first; line < last; ++line)
+      for (int64_t byte = 0; byte < bytes; byte += 64) prefetch(p + line * stride + byte);
+  }
+};
+
 // All rows of a by one panel of b: tiles of kTileRows rows, then what is left.
 template <int kVectors>
 inline void tiles(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-                  int64_t depth, float* c, int64_t c_stride) {
+                  int64_t depth, float* c, int64_t c_stride, const Ahead& ahead = {}) {
   constexpr int kRows = kVectors == 2 ? kTileRows : 12;
   int64_t r = 0;
-  for (; r + kRows <= rows; r += kRows)
+  for (; r + kRows <= rows; r += kRows) {
+    ahead(r, r + kRows);
     tile<kRows, kVectors>(a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride);
+  }
   for (; r + 4 <= rows; r += 4)
     tile<4, kVectors>(a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride);
   for (; r < rows; ++r)
@@ -431,13 +447,16 @@ inline void panel_rows(const Weight& w, const Packed& x, int64_t rows, int colum
     for (int64_t k = 0; k < w.length; k += kPanelDepth) {
       const int64_t depth = min64(kPanelDepth, w.length - k);
       decode_lines(w, first_line + n, lines, k, depth, scratch, kPanelDepth + 16);
+      const int64_t next = min64(kPanelDepth, w.length - k - depth) * w.bits / 8;
+      const uint8_t* const line = w.data + (first_line + n) * w.line_bytes;
       for (int64_t panel = 0; panel < panels; ++panel) {
         const float* b = x.data + panel * x.stride + k * columns;
         float* c = sums + panel * columns;
+        const Ahead ahead{line + (k + depth) * w.bits / 8, w.line_bytes, panel == 0 ? next : 0};
         if (columns == kWidth)
-          tiles<1>(lines, scratch, kPanelDepth + 16, b, columns, depth, c, stride);
+          tiles<1>(lines, scratch, kPanelDepth + 16, b, columns, depth, c, stride, ahead);
         else
-          tiles<2>(lines, scratch, kPanelDepth + 16, b, columns, depth, c, stride);
+          tiles<2>(lines, scratch, kPanelDepth + 16, b, columns, depth, c, stride, ahead);
       }
     }
     for (int64_t m = 0; m < rows; ++m) {

@@ -337,11 +337,11 @@ inline void put_step(const int8_t* codes, uint8_t* to) {
     _mm256_storeu_si256((I*)(to + 32 * i),
                         _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(codes + 16 * i))));
 }
-inline void store_int(int32_t* p, I v) { _mm256_storeu_si256((I*)p, v); }
-inline I step_sums(const uint8_t* x) {  // of each lane's codes
-  const I first = _mm256_loadu_si256((const I*)x), second = _mm256_loadu_si256((const I*)(x + 32));
-  return _mm256_madd_epi16(_mm256_add_epi16(first, second), _mm256_set1_epi16(1));
+constexpr int step_lane(int lane, int i) { return 2 * lane + i % 2 + i / 2 * 16; }
+inline I load_short(const int16_t* p) {
+  return _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p));
 }
+inline I shifted(I v, int by) { return _mm256_sll_epi32(v, _mm_cvtsi32_si128(by)); }
 inline I dot8_step(I start, I bytes, const uint8_t* x) {
   const I low = _mm256_cvtepu8_epi16(_mm256_castsi256_si128(bytes));
   const I high = _mm256_cvtepu8_epi16(_mm256_extracti128_si256(bytes, 1));

@@ -316,10 +316,11 @@ struct Bytes8 {
 };
 
 inline void put_step(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 64); }
-inline void store_int(int32_t* p, I v) { _mm512_storeu_si512(p, v); }
-inline I step_sums(const uint8_t* x) {  // of each lane's codes
-  return _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), _mm512_loadu_si512(x));
+constexpr int step_lane(int lane, int i) { return 4 * lane + i; }
+inline I load_short(const int16_t* p) {
+  return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
 }
+inline I shifted(I v, int by) { return _mm512_sll_epi32(v, _mm_cvtsi32_si128(by)); }
 inline I dot8_step(I start, I bytes, const uint8_t* x) {
   return _mm512_dpbusd_epi32(start, bytes, _mm512_loadu_si512(x));
 }

@@ -256,14 +256,9 @@ struct Bytes8 {  // 32 codes as unsigned bytes
   }
 };
 inline void put_step(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 32); }
-inline void store_int(int32_t* p, const I& v) { std::memcpy(p, v.at, sizeof v.at); }
-inline I step_sums(const uint8_t* x) {  // of each lane's codes
-  return each<I>([&](int lane) {
-    int32_t total = 0;
-    for (int i = 0; i < 4; ++i) total += static_cast<int8_t>(x[4 * lane + i]);
-    return static_cast<uint32_t>(total);
-  });
-}
+constexpr int step_lane(int lane, int i) { return 4 * lane + i; }
+inline I load_short(const int16_t* p) { return each<I>([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(p[i])); }); }
+inline I shifted(const I& v, int by) { return each<I>([&](int i) { return v.at[i] << by; }); }
 inline I dot8_step(const I& start, const Fields32& bytes, const uint8_t* x) {
   return each<I>([&](int lane) {
     int32_t total = static_cast<int32_t>(start.at[lane]);

@@ -336,14 +336,12 @@ struct Bytes8 {
 };
 
 inline void put_step(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 32); }
-inline void store_int(int32_t* p, I v) {
-  vst1q_s32(p, vreinterpretq_s32_u32(v.a));
-  vst1q_s32(p + 4, vreinterpretq_s32_u32(v.b));
-}
 inline int8x16_t load_codes(const uint8_t* x) { return vreinterpretq_s8_u8(vld1q_u8(x)); }
-inline I step_sums(const uint8_t* x) {  // of each lane's codes
-  return {vreinterpretq_u32_s32(vpaddlq_s16(vpaddlq_s8(load_codes(x)))),
-          vreinterpretq_u32_s32(vpaddlq_s16(vpaddlq_s8(load_codes(x + 16))))};
+constexpr int step_lane(int lane, int i) { return 4 * lane + i; }
+inline I load_short(const int16_t* p) {
+  const int16x8_t v = vld1q_s16(p);
+  return {vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(v))),
+          vreinterpretq_u32_s32(vmovl_s16(vget_high_s16(v)))};
 }
 // start + four products of bytes and codes in every lane
 inline int32x4_t dot4(int32x4_t start, uint8x16_t bytes, int8x16_t x) {

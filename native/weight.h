@@ -106,9 +106,9 @@ struct Codes8 {
 // x for dot8, step by step (see integers-inl.h).
 struct Steps {
   uint8_t* codes;
-  int32_t* sums;
+  int16_t* sums;
   float* scales;
-  int64_t steps;
+  int64_t steps, rows;  // 1, 2 or 4 rows
 };
 
 // x for panel8.

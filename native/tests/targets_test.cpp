@@ -242,9 +242,9 @@ void check_integers(const Kernels& plain, const Kernels& k, Case& c) {
   check(k.pack_codes(left.w, 0, rows, packed), "codes", k, left.w);
   const int64_t steps = ceil_div(padded, k.step8), some = 4 * steps;
   std::vector<uint8_t> step_codes(static_cast<size_t>(some * k.step8_bytes));
-  std::vector<int32_t> sums(static_cast<size_t>(some * k.width));
+  std::vector<int16_t> sums(static_cast<size_t>(some * k.width));
   std::vector<float> scales(static_cast<size_t>(4 * (units + 16)));
-  const Steps x{step_codes.data(), sums.data(), scales.data(), steps};
+  const Steps x{step_codes.data(), sums.data(), scales.data(), steps, rows == 3 ? 4 : rows};
   k.pack_steps(packed, rows, kind, x);
   std::vector<float> y(static_cast<size_t>(rows * w.lines));
   if (!k.dot8(w, kind, x, rows, 0, 0, w.lines, {y.data(), Float::kF32, w.lines})) return;  // a large scale
