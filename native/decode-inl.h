@@ -29,57 +29,56 @@ __attribute__((noinline)) void decode_lines(const Weight& w, int64_t first_line,
                                             int64_t start, int64_t count, float* out,
                                             int64_t stride);
 
+// Numbers of a stored type as float32 vectors, times `whole`. `left`: how many can be read from p on.
+template <class T, class Convert>
+PQ_INLINE void convert_numbers(const T* p, int64_t left, int64_t count, F whole, float* out,
+                               const Convert& convert) {
+  for (int64_t i = 0; i < count; i += kWidth) {
+    if (i + kWidth <= left) {
+      store(out + i, mul(convert(p + i), whole));
+      continue;
+    }
+    T rest[kWidth] = {};  // the last numbers of all
+    std::memcpy(rest, p + i, sizeof(T) * static_cast<size_t>(left - i));
+    store(out + i, mul(convert(rest), whole));
+  }
+}
+
 // Entries [start, start + count) of a row of a grid; writes up to kWidth - 1 floats beyond.
 inline void grid_line(const Grid& grid, int64_t grid_length, int64_t row, int64_t start,
                       int64_t count, float* out) {
-  const int64_t at = row * grid_length + start;
+  const int64_t at = row * grid_length + start, left = grid.size - at;
+  // Subnormals count as zero, also where nothing is multiplied: every number meets a product.
+  const F whole = set1(grid.tensor_scale ? *grid.tensor_scale : 1.0f);
+  const uint8_t* const bytes = grid.data + at;
+  const uint16_t* const halves = reinterpret_cast<const uint16_t*>(grid.data) + at;
   switch (grid.number) {
     case Number::kF32:
-      std::memcpy(out, grid.data + 4 * at, 4 * static_cast<size_t>(count));
+      convert_numbers(reinterpret_cast<const float*>(grid.data) + at, left, count, whole, out, load);
       break;
     case Number::kF16:
-    case Number::kBF16: {
-      const bool is_half = grid.number == Number::kF16;
-      const uint16_t* p = reinterpret_cast<const uint16_t*>(grid.data) + at;
-      int64_t i = 0;
-      for (; i + kWidth <= count; i += kWidth)
-        store(out + i, is_half ? from_f16(p + i) : from_bf16(p + i));
-      if (i < count) {
-        uint16_t rest[kWidth] = {};
-        std::memcpy(rest, p + i, 2 * static_cast<size_t>(count - i));
-        store(out + i, is_half ? from_f16(rest) : from_bf16(rest));
-      }
+      convert_numbers(halves, left, count, whole, out, from_f16);
       break;
-    }
-    case Number::kUE8M0:
+    case Number::kBF16:
+      convert_numbers(halves, left, count, whole, out, from_bf16);
+      break;
     case Number::kU8:
+      convert_numbers(bytes, left, count, whole, out, from_u8);
+      break;
+    case Number::kUE8M0:
+      convert_numbers(bytes, left, count, whole, out, from_ue8m0);
+      break;
     case Number::kE4M3: {
       const Mini e4m3(Minifloat{0x80, 0x7f, 8, 7, 256.0f, 0x7f});
-      const uint8_t* p = grid.data + at;
-      for (int64_t i = 0; i < count; i += kWidth) {
-        uint8_t rest[kWidth];
-        const uint8_t* from = p + i;
-        if (count - i < kWidth) {
-          std::memset(rest, 0, sizeof rest);
-          std::memcpy(rest, from, static_cast<size_t>(count - i));
-          from = rest;
-        }
-        store(out + i, grid.number == Number::kU8       ? from_u8(from)
-                       : grid.number == Number::kUE8M0 ? from_ue8m0(from)
-                                                       : e4m3(Byte(8)(from)));
-      }
+      convert_numbers(bytes, left, count, whole, out,
+                      [&](const uint8_t* p) PQ_INLINE_LAMBDA { return e4m3(Byte(8)(p)); });
       break;
     }
-    case Number::kNested: {
-      // The grid is a tensor of its own: the row is one of its lines.
+    case Number::kNested:  // the grid is a tensor of its own: the row is one of its lines
       for (int64_t i = 0; i < count; i += kSegment)
         decode_segment(*grid.nested, row, start + i, min64(kSegment, count - i), out + i);
       break;
-    }
   }
-  // Subnormals count as zero, also where nothing is multiplied yet; a product flushes by itself.
-  const F whole = set1(grid.tensor_scale ? *grid.tensor_scale : 1.0f);
-  for (int64_t i = 0; i < count; i += kWidth) store(out + i, mul(load(out + i), whole));
 }
 
 // The same entries of row after row of a grid. Rows of a grid that is quantized itself are decoded

@@ -445,6 +445,7 @@ class Matrix {
                 static_cast<int64_t>(array.size()) == rows * w_.grid_length,
             "the scales do not fit the blocks");
     made.data = static_cast<const uint8_t*>(array.data());
+    made.size = rows * w_.grid_length;
     return made;
   }
 

@@ -32,6 +32,7 @@ struct Weight;
 struct Grid {
   Number number = Number::kF32;
   const uint8_t* data = nullptr;
+  int64_t size = 0;  // numbers in all
   const Weight* nested = nullptr;
   const float* tensor_scale = nullptr;  // multiplies every entry, or null
 };

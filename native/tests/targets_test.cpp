@@ -118,10 +118,12 @@ void fill(Case& c, Kind kind, int bits, int value_bits, Number number, OffsetKin
     c.nested_scales = numbers(Number::kF16, inner.grid_rows * inner.grid_length);
     inner.scale.number = Number::kF16;
     inner.scale.data = c.nested_scales.data();
+    inner.scale.size = inner.grid_rows * inner.grid_length;
     w.scale.nested = &inner;
   } else {
     c.scales = numbers(number, entries);
     w.scale.data = c.scales.data();
+    w.scale.size = entries;
   }
   if (number == Number::kE4M3) {
     c.tensor_scale = 0.01f;
@@ -131,6 +133,7 @@ void fill(Case& c, Kind kind, int bits, int value_bits, Number number, OffsetKin
   w.offset.number = offset_kind == OffsetKind::kZeroPoint ? Number::kU8 : Number::kF16;
   c.offsets = numbers(w.offset.number, entries);
   w.offset.data = c.offsets.data();
+  w.offset.size = entries;
 }
 
 // -- decoded numbers ----------------------------------------------------------------------------
