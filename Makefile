@@ -43,7 +43,7 @@ SANITIZED = LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-n
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH="$(CURDIR)/$(SANITIZE)" python
 sanitize: export PATH := $(abspath $(BIN)):$(PATH)
-sanitize: $(VENV)/installed-dev ## The compiled kernels under ASan, UBSan and TSan (15 minutes)
+sanitize: $(VENV)/installed-dev ## The compiled kernels under ASan, UBSan and TSan (4 minutes)
 	@$(PIP) cmake ninja nanobind
 	@cmake -G Ninja -S native -B $(SANITIZE)/module -DPQ_SANITIZE=address,undefined \
 		-DPython_EXECUTABLE="$(abspath $(BIN))/python" \
