@@ -14,7 +14,6 @@ of its own. GB/s count the stored weight, and are set against what the same proc
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -272,7 +271,7 @@ def main() -> None:
     rates = [row for part in parts for row in part["rates"]]
     judge(rows, dram)
     judge_rates(rates)
-    installed = {**versions(), **_installed()}
+    installed = {**versions(), **versions(PACKAGES)}
     found = {
         "machine": {
             **describe(),
@@ -361,16 +360,6 @@ def _parsed() -> argparse.Namespace:
     found.m = found.m or ((1, 16) if found.quick else ROWS)
     given = [tuple(map(int, text.split("x"))) for text in found.shape or ()]
     found.shapes = given or (SHAPES[:1] if found.quick else SHAPES)
-    return found
-
-
-def _installed() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

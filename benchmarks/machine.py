@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,10 @@ def cpu_flags() -> str:
     return " ".join(name for name in (*_SETS, "asimddp", "i8mm") if name in found)
 
 
-def versions() -> dict[str, str]:
-    """The installed versions of the packages that the figures depend on."""
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """The installed versions of packages, by default of those that every figure depends on."""
     found = {}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -49,6 +49,13 @@ class Source:
         self.container: Container = probe.container
         self.config: Mapping[str, Any] = probe.quantization
 
+    def shapes(self, probe: Probe) -> Mapping[str, Any]:
+        """The config's shapes, where arrays alone do not tell them. Raises InvalidHeader."""
+        shapes = probe.config.get("shapes", self.config.get("shapes", {}))
+        if not isinstance(shapes, Mapping):
+            raise self.fail("the shapes of its config are no object")
+        return shapes
+
     def __contains__(self, name: str) -> bool:
         return name in self.container.places
 

@@ -117,6 +117,14 @@ class Probe:
         found = self.quantization.get("quant_method")
         return found.lower() if isinstance(found, str) else None
 
+    def why_not_declared(self, name: str, *methods: str) -> str | None:
+        """Why this is no safetensors file that ``format=`` or a quant_method says is ``name``."""
+        if self.container is None:
+            return "it is not a safetensors file"
+        if self.format == name or self.method in (methods or (name,)):
+            return None
+        return f"its config has the quant_method {self.method!r}"
+
     def other_file(self, name: str) -> Mapping[str, Any] | None:
         """The JSON object of a file beside the tensors, if there is one of that name."""
         beside = self.file.parent / name

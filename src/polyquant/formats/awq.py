@@ -38,11 +38,7 @@ _OWN_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}.items()
 
 def why_not(probe: Probe) -> str | None:
     """Why a path is not of this format."""
-    if probe.container is None:
-        return "it is not a safetensors file"
-    if NAME in (probe.method, probe.format):
-        return None
-    return f"its config has the quant_method {probe.method!r}"
+    return probe.why_not_declared(NAME)
 
 
 def open_checkpoint(probe: Probe) -> Checkpoint:

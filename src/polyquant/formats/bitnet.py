@@ -37,20 +37,13 @@ _ROLES: Mapping[str, str] = MappingProxyType(
 
 def why_not(probe: Probe) -> str | None:
     """Why a path is not of this format."""
-    if probe.container is None:
-        return "it is not a safetensors file"
-    if NAME in (probe.method, probe.format):
-        return None
-    return f"its config has the quant_method {probe.method!r}"
+    return probe.why_not_declared(NAME)
 
 
 def open_checkpoint(probe: Probe) -> Checkpoint:
     """Open a file or an index; the config gives linear_class. Raises InvalidHeader."""
     source = Source(probe, NAME)
-    shapes = probe.config.get("shapes", source.config.get("shapes", {}))
-    if not isinstance(shapes, Mapping):
-        raise source.fail("the shapes of its config are no object")
-    return open_layers(probe, source, _layers(source, shapes))
+    return open_layers(probe, source, _layers(source, source.shapes(probe)))
 
 
 def _layers(source: Source, shapes: Mapping[str, object]) -> Iterator[Layer]:

@@ -37,11 +37,7 @@ _METHODS = (NAME, "fbgemm_fp8")
 
 def why_not(probe: Probe) -> str | None:
     """Why a path is not of this format."""
-    if probe.container is None:
-        return "it is not a safetensors file"
-    if probe.method in _METHODS or probe.format == NAME:
-        return None
-    return f"its config has the quant_method {probe.method!r}"
+    return probe.why_not_declared(NAME, *_METHODS)
 
 
 def open_checkpoint(probe: Probe) -> Checkpoint:

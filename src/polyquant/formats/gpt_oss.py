@@ -34,11 +34,7 @@ _SUFFIXES = (("_blocks", "_scales"), (".blocks", ".scales"))
 
 def why_not(probe: Probe) -> str | None:
     """Why a path is not of this format."""
-    if probe.container is None:
-        return "it is not a safetensors file"
-    if probe.method == "mxfp4" or probe.format == NAME:
-        return None
-    return f"its config has the quant_method {probe.method!r}"
+    return probe.why_not_declared(NAME, "mxfp4")
 
 
 def open_checkpoint(probe: Probe) -> Checkpoint:

@@ -37,11 +37,7 @@ SCALE = ".weight_scale"
 
 def why_not(probe: Probe) -> str | None:
     """Why a path is not of this format."""
-    if probe.container is None:
-        return "it is not a safetensors file"
-    if NAME in (probe.method, probe.format):
-        return None
-    return f"its config has the quant_method {probe.method!r}"
+    return probe.why_not_declared(NAME)
 
 
 def open_checkpoint(probe: Probe) -> Checkpoint:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from polyquant.arrays import HostArray
-from polyquant.errors import InvalidHeader
 from polyquant.files.assemble import assemble
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.container import is_shape
@@ -50,10 +49,9 @@ def open_checkpoint(probe: Probe) -> Checkpoint:
     """Open a file or an index. Raises InvalidHeader, UnsupportedDtype."""
     source = Source(probe, NAME)
     maps = [found for name in _MAPS if (found := probe.other_file(name)) is not None]
-    shapes = probe.config.get("shapes", source.config.get("shapes", {}))
-    if not isinstance(shapes, Mapping):
-        raise InvalidHeader(path=probe.file, reason="the shapes of its config are no object")
-    return open_layers(probe, source, _layers(source, maps[0] if maps else {}, shapes))
+    return open_layers(
+        probe, source, _layers(source, maps[0] if maps else {}, source.shapes(probe))
+    )
 
 
 def _layers(source: Source, types: Mapping[str, Any], shapes: Mapping[str, Any]) -> Iterator[Layer]:
