@@ -303,20 +303,19 @@ def _pack_tq1_0(n: Arrays) -> Arrays:
     }
 
 
-def _unpack_tq2_0(b: Any) -> Arrays:
-    return {"codes": planes(b["qs"], 2, 32), "scales": b["d"]}
+def _plane_type(
+    name: str, text: str, bits: int, run: int, *fields: tuple[str, str, int]
+) -> BlockType:
+    """A type of a float16 scale and of bytes in which fields lie ``run`` elements apart."""
 
+    def unpack(b: Any) -> Arrays:
+        return {"codes": planes(b["qs"], bits, run), "scales": b["d"]}
 
-def _pack_tq2_0(n: Arrays) -> Arrays:
-    return {"qs": unplanes(n["codes"], 2, 32), "d": n["scales"]}
+    def pack(n: Arrays) -> Arrays:
+        return {"qs": unplanes(n["codes"], bits, run), "d": n["scales"]}
 
-
-def _unpack_q1_0(b: Any) -> Arrays:
-    return {"codes": np.unpackbits(b["qs"], axis=1, bitorder="little"), "scales": b["d"]}
-
-
-def _pack_q1_0(n: Arrays) -> Arrays:
-    return {"qs": np.packbits(n["codes"], axis=1, bitorder="little"), "d": n["scales"]}
+    count = next(count for field, _, count in fields if field == "qs")
+    return BlockType(name, count * 8 // bits, fields, text, unpack, pack)
 
 
 # -- microscaling -----------------------------------------------------------------------------
@@ -399,14 +398,7 @@ _ALL = (
         _unpack_iq4_xs,
         _pack_iq4_xs,
     ),
-    BlockType(
-        "TQ2_0",
-        256,
-        (("qs", "u1", 64), _HALF),
-        "u2[ternary]/256:f16",
-        _unpack_tq2_0,
-        _pack_tq2_0,
-    ),
+    _plane_type("TQ2_0", "u2[ternary]/256:f16", 2, 32, ("qs", "u1", 64), _HALF),
     BlockType(
         "TQ1_0",
         256,
@@ -415,7 +407,8 @@ _ALL = (
         _unpack_tq1_0,
         _pack_tq1_0,
     ),
-    BlockType("Q1_0", 128, (_HALF, ("qs", "u1", 16)), "u1[sign]/128:f16", _unpack_q1_0, _pack_q1_0),
+    _plane_type("Q1_0", "u1[sign]/128:f16", 1, 1, _HALF, ("qs", "u1", 16)),
+    _plane_type("Q2_0", "u2[ternary]/64:f16", 2, 1, _HALF, ("qs", "u1", 16)),
     BlockType(
         "MXFP4",
         32,

@@ -47,6 +47,7 @@ TYPE_NAMES: Mapping[int, str] = MappingProxyType(
         39: "MXFP4",
         40: "NVFP4",
         41: "Q1_0",
+        42: "Q2_0",
     }
 )
 TYPE_IDS: Mapping[str, int] = MappingProxyType({name: i for i, name in TYPE_NAMES.items()})

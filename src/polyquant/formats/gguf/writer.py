@@ -42,7 +42,7 @@ _TYPES_OF_DTYPES: Mapping[str, str] = MappingProxyType(
 #: Variant -> the scheme that its weights have. Ternary weights are trained, not rounded, and
 #: vectors need a search; both are only carried over.
 VARIANTS: Mapping[str, str] = MappingProxyType(
-    {b.name: b.text for b in BLOCK_TYPES.values() if not b.name.startswith("TQ")}
+    {b.name: b.text for b in BLOCK_TYPES.values() if "ternary" not in b.text}
 )
 
 
