@@ -44,6 +44,8 @@ class Backend:
     says whether autograd, a tracer or vmap watches what is done with an array, here and now.
     ``num_threads`` is the library's own setting for products on the CPU, 0 where it has none;
     ``exported`` gives an array of the CPU to compiled code (by DLPack or the buffer protocol).
+    ``any_rank`` says that take and searchsorted have indices of any rank, beyond the standard:
+    flattening them would bring the shards of an array together.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Backend:
     is_transformed: Callable[[Array], bool] = lambda array: False
     num_threads: Callable[[], int] = lambda: 0
     exported: Callable[[Array], Any] = lambda array: array
+    any_rank: bool = False
 
 
 #: Backend -> its module. A new backend is one line here and one file.

@@ -578,8 +578,8 @@ def _count_below(x: Array, edges: np.ndarray[Any, Any]) -> Array:
         for edge in edges:
             count = count + xp.astype(x > float(edge), xp.uint8)
         return count
-    flat = xp.reshape(x, (-1,))
-    return xp.reshape(xp.searchsorted(constant(x, edges.copy()), flat, side="left"), x.shape)
+    found = xp.searchsorted(constant(x, edges.copy()), _indices(x), side="left")
+    return xp.reshape(found, x.shape)
 
 
 def _take(index: Array, numbers: np.ndarray[Any, Any]) -> Array:
@@ -588,5 +588,9 @@ def _take(index: Array, numbers: np.ndarray[Any, Any]) -> Array:
 
 def _take_array(index: Array, numbers: Array) -> Array:
     xp = namespace(index)
-    flat = xp.astype(xp.reshape(index, (-1,)), xp.int32)
-    return xp.reshape(xp.take(numbers, flat), index.shape)
+    return xp.reshape(xp.take(numbers, xp.astype(_indices(index), xp.int32)), index.shape)
+
+
+def _indices(x: Array) -> Array:
+    """``x`` as take and searchsorted want it: flat, where the library has no more than that."""
+    return x if backend_of(x).any_rank else namespace(x).reshape(x, (-1,))

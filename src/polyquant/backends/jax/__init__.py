@@ -90,6 +90,7 @@ BACKEND = Backend(
         "*": ("polyquant.backends.jax.accelerators",),
     },
     functions={"erf": jax.scipy.special.erf, "put_at": _put},
+    any_rank=True,
 )
 
 
