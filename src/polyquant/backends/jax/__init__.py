@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
 from typing import Any
 
@@ -9,8 +10,8 @@ import jax
 import numpy as np
 
 from polyquant.arrays import READ, Backend, HostArray
+from polyquant.backends.jax import pytree
 from polyquant.errors import UnknownDevice, UnsupportedArray
-from polyquant.qtensor import QTensor, from_fields
 
 
 def _is_traced(array: Any) -> bool:
@@ -28,20 +29,47 @@ def _name(device: Any) -> str:
 
 
 def _device_of(array: Any) -> str:
-    """The device that holds an array. A tracer counts as on the default device."""
+    """The device that holds an array; of one over several, all of them, as "jax:cpu:0-7".
+
+    A tracer counts as on the default device.
+    """
     if isinstance(array, jax.core.Tracer):
         return _name(jax.devices()[0])
-    return _name(next(iter(array.devices())))
+    found = array.devices()
+    if len(found) == 1:
+        return _name(next(iter(found)))
+    mesh = getattr(array.sharding, "mesh", None)  # JAX tells meshes in another order apart
+    ordered = sorted(found, key=lambda d: d.id) if mesh is None else list(mesh.devices.flat)
+    return f"jax:{ordered[0].platform}:{_runs([device.id for device in ordered])}"
+
+
+def _runs(ids: list[int]) -> str:
+    """Numbers in order, those that count up as a run: "0-3,6"."""
+    starts = [i for i in range(len(ids)) if i == 0 or ids[i] != ids[i - 1] + 1]
+    ends = [*(i - 1 for i in starts[1:]), len(ids) - 1]
+    pairs = ((ids[a], ids[b]) for a, b in zip(starts, ends, strict=True))
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
 
 
 def _canonical_device(device: str) -> str:
     _, _, rest = device.partition(":")
     kind, _, index = rest.partition(":")
-    full = f"jax:{kind}:{index or 0}" if kind else _devices()[0]
-    if full not in _devices():
+    if not kind:
+        return _devices()[0]
+    several = "," in index or "-" in index
+    names = [f"jax:{kind}:{i}" for i in (_ids(index) if several else (index or 0,))]
+    if len(set(names)) < len(names) or not names or not set(names) <= set(_devices()):
         reason = "jax does not see it on this machine"
         raise UnknownDevice(device=device, reason=reason, known=", ".join(_devices()))
-    return full
+    return f"jax:{kind}:{_runs(_ids(index))}" if several else names[0]
+
+
+def _ids(text: str) -> list[int]:
+    """The numbers of "0-3,6"; none where it is not of that form."""
+    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
+        return []
+    ends = (part.partition("-") for part in text.split(","))
+    return [i for a, _, b in ends for i in range(int(a), int(b or a) + 1)]
 
 
 def _devices() -> tuple[str, ...]:
@@ -66,7 +94,13 @@ def _from_host(array: HostArray, device: str) -> Any:
 
 
 def _move(array: Any, device: str) -> Any:
-    return jax.device_put(array, _found()[device])
+    """An array on a device, or a copy of it on each of several."""
+    found = _found()
+    if device in found:
+        return jax.device_put(array, found[device])
+    kind, _, index = device.removeprefix("jax:").partition(":")
+    mesh = jax.sharding.Mesh([found[f"jax:{kind}:{i}"] for i in _ids(index)], ("copies",))
+    return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
 
 def _put(line: Any, positions: Any, values: Any, add: bool) -> Any:
@@ -94,17 +128,4 @@ BACKEND = Backend(
 )
 
 
-def _flatten(q: QTensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    arrays = (q.data, q.scales, q.tensor_scale, q.offsets, q.table, q.groups)
-    return arrays, (q.scheme, q.shape, q.axes, q.device)
-
-
-def _unflatten(static: tuple[Any, ...], arrays: tuple[Any, ...]) -> QTensor:
-    """JAX also passes placeholders instead of arrays, so nothing is validated here."""
-    scheme, shape, axes, device = static
-    *parts, groups = arrays
-    return from_fields(scheme, shape, *parts, axes, device, groups)
-
-
-# A QTensor passes through jit, scan and tree functions; JAX wants to be told once.
-jax.tree_util.register_pytree_node(QTensor, _flatten, _unflatten)
+pytree.register()

@@ -1,0 +1,102 @@
+"""A QTensor as a pytree: what is static, what follows from the leaves, what passes through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyquant as pq
+from devices import host
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+
+SCHEMES = (
+    *pq.presets(),
+    "q3f/4x8:ue8m0",
+    "q5s/row:bf16@native",
+    "q8s/tensor:f32",
+    "u3[custom]/16:bf16",
+    "u4/32:(u6/8:f16)+bias:(q6s/8:f16)",
+    "u4[nf4]/64:f32~flat",
+)
+
+
+def make(name: str, shape: tuple[int, ...], seed: int = 0) -> Any:
+    scheme = pq.scheme(name)
+    values = np.abs(np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
+    table = np.linspace(-1, 1, 2**scheme.bits) if scheme.table == "custom" else None
+    return pq.quantize(values, scheme, table=table).to("jax:cpu:0")
+
+
+def stacked(*tensors: Any) -> Any:
+    return jax.tree.map(lambda *parts: jax.numpy.stack(parts), *tensors)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_leaves_and_structure_make_the_tensor_again(name: str) -> None:
+    few = [(), (7,)] if pq.scheme(name).block is None else []
+    for shape in (*few, (3, 70), (4, 2, 64), (5, 0)):
+        q = make(name, shape)
+        for t in (q, q.T):
+            leaves, structure = jax.tree.flatten(t)
+            again = jax.tree.unflatten(structure, leaves)
+            assert (again.shape, again.axes, again.device) == (t.shape, t.axes, "jax:cpu:0")
+            assert again.to_data() == t.to_data()
+            assert [host(leaf).tobytes() for leaf in leaves] == [
+                host(part).tobytes() for part in t.parts().values()
+            ]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_shape_follows_from_the_leaves(name: str) -> None:
+    """A stack has one structure with the tensors in it, and each comes out of it again."""
+    q = make(name, (6, 70))
+    for t in (q, q.T):
+        three = stacked(t, t, t)
+        assert three.shape == (3, *t.shape)
+        assert jax.tree.structure(three) == jax.tree.structure(t)
+        assert jax.tree.map(lambda leaf: leaf[1], three).to_data() == t.to_data()
+        shapes = jax.eval_shape(lambda a: a, three)
+        assert shapes.shape == three.shape
+
+
+def test_leaves_have_the_names_of_the_stored_arrays() -> None:
+    for name in ("nvfp4", "u4/32:(u6/8:f16)+bias:(q6s/8:f16)"):
+        q = make(name, (4, 64))
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(q)[0]]
+        found = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+        assert found == list(q.parts())
+
+
+@pytest.mark.parametrize("mark", [None, 7, object(), "text", ()])
+def test_placeholders_pass_and_are_shown(mark: Any) -> None:
+    for name in ("nf4", "nvfp4"):
+        q = make(name, (3, 70)).T
+        holed = jax.tree.map(lambda _: mark, q)
+        assert holed.shape == q.shape
+        assert "shape=(70, 3)" in repr(holed)
+        assert "QTensor" in repr(jax.tree.structure(q))
+        leaves = jax.tree.leaves(q)
+        put_back = jax.tree.unflatten(jax.tree.structure(q), leaves)
+        assert put_back.to_data() == q.to_data()
+
+
+def test_structures_are_equal_exactly_where_one_trace_serves() -> None:
+    structure = jax.tree.structure
+    q = make("q4s/32:f16", (4, 64))
+    assert structure(q) == structure(make("q4s/32:f16", (4, 64), seed=1))
+    assert hash(structure(q)) == hash(structure(make("q4s/32:f16", (4, 64), seed=1)))
+    assert structure(q) == structure(q.to("numpy"))  # where it is does not count
+    assert structure(q) != structure(q.T)
+    assert structure(q) != structure(make("q4f/32:f16", (4, 64)))
+    assert structure(q) != structure(make("q4s/32:f16", (4, 61)))
+
+
+def test_the_device_is_that_of_the_leaves() -> None:
+    q = make("nf4", (3, 70)).to("numpy")
+    moved = jax.device_put(q)
+    assert (q.device, moved.device) == ("numpy", "jax:cpu:0")
+    assert jax.device_get(moved).device == "numpy"
+    assert jax.device_get(moved).to_data() == q.to_data()
