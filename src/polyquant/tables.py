@@ -115,6 +115,7 @@ NAMED: MappingProxyType[str, Callable[[], F32]] = MappingProxyType(
         "odd8": lambda: np.arange(1, 16, 2, dtype=np.float32),
         "odd16": lambda: np.arange(1, 32, 2, dtype=np.float32),
         "ternary": lambda: np.arange(-1, 3, dtype=np.float32),
+        "signed4": lambda: np.arange(-8, 8, dtype=np.float32),  # beside a bias; alone it is q4f
         "sign": lambda: np.asarray([-1.0, 1.0], dtype=np.float32),
         "dynamic8": lambda: _dynamic(signed=True),
         "dynamic8u": lambda: _dynamic(signed=False),

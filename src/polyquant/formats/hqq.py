@@ -3,7 +3,8 @@
 A layer's facts are arrays too: ``nbits``, ``axis``, ``shape``, ``packing`` (a text as its bytes),
 and so on. Groups are rows (axis 1) or columns (axis 0) of the weight reshaped to two axes, of which
 one is the group's size. ``W_q`` packs that matrix by parts of its rows, the first part in the
-highest bits.
+highest bits. HQQ itself refuses to save quantized scales or zero points as safetensors, so a file
+that says it has some is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from polyquant.scheme import QuantScheme
 NAME = "hqq"
 FACTS = Facts(
     tool="HQQ",
-    reads="1, 2, 3, 4 and 8 bits, both axes; not its quantized scales",
+    reads="1, 2, 3, 4 and 8 bits, both axes",
     exact="bit-equal; step by step in float16 and bfloat16",
 )
 _SUFFIX = ".W_q"

@@ -25,13 +25,14 @@ from polyquant.files.probe import Probe
 from polyquant.files.strict_json import parse_object
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
-from polyquant.values import QuantStore
+from polyquant.values import QuantStore, QuantValue
 
 NAME = "torchao"
 FACTS = Facts(
     tool="torchao",
     reads=(
-        "Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor, MXTensor, NVFP4Tensor, swizzled too"
+        "Int4Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor, MXTensor, NVFP4Tensor, "
+        "swizzled too; not the int4 layouts of single devices"
     ),
     exact="bit-equal; in bfloat16 within its rounding",
 )
@@ -70,8 +71,11 @@ def _layers(source: Source) -> Iterator[Layer]:
             kind, facts = form.get("_type"), form.get("_data")
             if kind is None or kind == "Tensor":
                 continue
-            if not (isinstance(kind, str) and kind in _TYPES and isinstance(facts, Mapping)):
-                raise source.refuse(name, f"a {kind}", _TYPES)
+            if not isinstance(kind, str) or kind not in _TYPES:
+                whose = _OF_DEVICES.get(str(kind), "")
+                raise source.refuse(name, f"a {kind}{whose}", _TYPES)
+            if not isinstance(facts, Mapping):
+                raise source.fail(f"the metadata of {name!r} have no object _data")
             yield _TYPES[kind](source, name, facts)
 
 
@@ -123,6 +127,42 @@ def _integers(source: Source, name: str, facts: Mapping[str, Any]) -> Layer:
     value = f"q{bits}f" if offset is None else f"u{bits}"
     scheme = QuantScheme(value, block=block, scale=scale, offset=offset)
     return _layer(source, name, raw.shape, scheme, fields)
+
+
+def _int4(source: Source, name: str, facts: Mapping[str, Any]) -> Layer:
+    """Signed nibbles; the zero point, of the scale's dtype, is added after the scale.
+
+    Scales and zero points have the axis of groups before that of rows.
+    """
+    raw = source.raw(_field(name, "qdata"))
+    if raw.dtype not in ("I8", "U8") or len(raw.shape) < 2:
+        raise source.refuse(name, f"int4 in {raw.dtype} of {raw.shape}", ["two codes in an int8"])
+    shape = (*raw.shape[:-1], 2 * raw.shape[-1])
+    if facts.get("shape") != list(shape):
+        raise source.fail(f"the shape of {name!r} is {facts.get('shape')!r}, and its codes {shape}")
+    block, grid = _block(source, name, facts, shape)
+    stored = (*grid[:-2], grid[-1], grid[-2])
+    scale, zeros = source.scale(_field(name, "scale"), stored), _field(name, "zero_point")
+    if source.scale(zeros, stored) != scale:
+        raise source.fail(f"the zero points and the scales of {name!r} have different dtypes")
+    if source.read(zeros).any():
+        scheme = QuantScheme("u4[signed4]", block=block, scale=scale, offset=f"bias:{scale}")
+    else:  # which it always has, for activations in fp8
+        scheme = QuantScheme("q4f", block=block, scale=scale)
+    uses = tuple(_field(name, field) for field in ("qdata", "scale", "zero_point"))
+    return Layer(name, shape, scheme, uses, partial(_read_int4, source, name, scheme, shape))
+
+
+def _read_int4(source: Source, name: str, scheme: QuantScheme, shape: tuple[int, ...]) -> QTensor:
+    packed = source.read(_field(name, "qdata")).view(np.uint8)
+    codes = unpack(np, packed, shape[-1], QuantValue.U4, QuantStore.PACKED_NATIVE)
+    scales, zeros = (
+        np.swapaxes(source.read(_field(name, field)), -1, -2) for field in ("scale", "zero_point")
+    )
+    numbers = {"codes": codes, "scales": scales}
+    if scheme.offset is not None:
+        numbers |= {"codes": codes ^ 8, "offsets": zeros}
+    return assemble(scheme, shape, numbers)
 
 
 def _float8(source: Source, name: str, facts: Mapping[str, Any]) -> Layer:
@@ -239,10 +279,18 @@ def _check_range(name: str, codes: HostArray, half: int) -> None:
 
 _TYPES: Mapping[str, Callable[[Source, str, Mapping[str, Any]], Layer]] = MappingProxyType(
     {
+        "Int4Tensor": _int4,
         "Int8Tensor": _integers,
         "IntxUnpackedToInt8Tensor": _integers,
         "Float8Tensor": _float8,
         "MXTensor": _micro,
         "NVFP4Tensor": _nvfp4,
+    }
+)
+#: Layouts of which no other device knows what they hold -> whose they are.
+_OF_DEVICES: Mapping[str, str] = MappingProxyType(
+    {
+        "Int4TilePackedTo4dTensor": " in tiles of NVIDIA's tensor cores; save it as an Int4Tensor",
+        "Int4PlainInt32Tensor": " packed for Intel's or Ascend's devices; save it as an Int4Tensor",
     }
 )
