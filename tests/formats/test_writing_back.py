@@ -20,12 +20,9 @@ from polyquant.models import resumable
 from polyquant.models.conversion import plan
 from polyquant.models.targets import target_of
 
-#: Files that are not written as they were: an older version's zero points or packing, or layouts
-#: that the writer packs instead. Their values are the same.
+#: Files that are not written as they were: an older packing, or layouts that the writer packs
+#: instead. Their values are the same.
 OTHER_BYTES = {
-    **dict.fromkeys(("gptq/w3_g128_sym_v1", "gptq/w4_g128_sym_v1"), "qzeros of version 1"),
-    **dict.fromkeys(("gptq/w4_g32_desc_act_v1", "gptq/w4_g64_asym_v1"), "qzeros of version 1"),
-    **dict.fromkeys(("gptq/w4_gminus1_sym_v1", "gptq/w8_g128_sym_v1"), "qzeros of version 1"),
     "compressed-tensors/pack_w3_g128_sym_old": "whole fields a word",
     "compressed-tensors/int_w8a8_channel": "a byte a code",
     "compressed-tensors/int_w8a8_channel_asym": "a byte a code",

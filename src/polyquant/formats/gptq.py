@@ -33,7 +33,7 @@ from polyquant.files.stored import (
     plain_why_not,
     scale_code,
 )
-from polyquant.files.writing import PlannedWriter, Stored
+from polyquant.files.writing import PlannedWriter, Stored, kept_origin
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore, QuantValue
@@ -43,8 +43,8 @@ FACTS = Facts(
     tool="GPTQModel, AutoGPTQ",
     reads="2 to 8 bits, zero points of versions 1 and 2, act-order, split planes",
     exact="bit-equal to float32",
-    writes="2, 3, 4 and 8 bits, version 2",
-    bytes="yes, of version 2",
+    writes="2, 3, 4 and 8 bits; version 2, and what was read of version 1 as that",
+    bytes="yes, but for split planes",
     checked="by hand, from the published layout",
 )
 #: Names of the format in configs -> whether zero points are stored less one.
@@ -221,7 +221,9 @@ def open_writer(
     metadata: Mapping[str, str] = MappingProxyType({}),
     whole: Sequence[TensorInfo] | None = None,
 ) -> PlannedWriter:
-    """The writer of a file in version 2 of the format, of a model of the tensors ``whole``.
+    """The writer of a file of a model of the tensors ``whole``.
+
+    In version 2 of the format, or in version 1 where metadata say that it came from one.
 
     Raises UnsupportedDtype (also where layers differ in bits or group size), InvalidName.
     """
@@ -233,23 +235,30 @@ def open_writer(
         what = f"The layers of {path}, which have bits and blocks of {sorted(map(str, facts))},"
         raise UnsupportedDtype(what=what, dtype=NAME, known="one number of bits, one group size")
     bits, block = next(iter(facts), (4, (128,)))
+    version = _version(kept_origin(metadata, CONFIG))
     config = {
         "quant_method": NAME,
         "bits": bits,
         "group_size": None if block is None else block[0],
         "desc_act": any(info.scheme.grouped for info in quantized if info.scheme),
         "sym": all(info.scheme.offset is None for info in quantized if info.scheme),
-        "checkpoint_format": "gptq_v2",
+        "checkpoint_format": version,
         "pack_dtype": "int32",
     }
     return open_stored_writer(
         path,
         plan,
         layout=_layout,
-        encode=_encode,
+        encode=partial(_encode, is_less_one=_VERSIONS[version]),
         metadata={k: v for k, v in metadata.items() if k != CONFIG} | {"format": "pt"},
         config=config,
     )
+
+
+def _version(config: Mapping[str, Any]) -> str:
+    """The version to write, after the config of the file that tensors came from, if any."""
+    said = config.get("checkpoint_format", config.get("format", "gptq"))
+    return NAME if said == NAME == str(config.get("quant_method")).lower() else "gptq_v2"
 
 
 def _layout(info: TensorInfo) -> list[StoredArray]:
@@ -266,7 +275,7 @@ def _layout(info: TensorInfo) -> list[StoredArray]:
     ]
 
 
-def _encode(info: TensorInfo, q: QTensor) -> Iterator[Stored]:
+def _encode(info: TensorInfo, q: QTensor, *, is_less_one: bool) -> Iterator[Stored]:
     base, bits, numbers = base_of(info), q.scheme.bits, numbers_of(q)
     codes, zeros = numbers["codes"], numbers.get("offsets")
     if zeros is None:
@@ -275,9 +284,18 @@ def _encode(info: TensorInfo, q: QTensor) -> Iterator[Stored]:
     size = q.scheme.block_extents(q.shape)[1]
     groups = numbers.get("groups", np.arange(q.shape[1]) // size)
     yield f"{base}.qweight", words_of(codes, bits).T
-    yield f"{base}.qzeros", words_of(zeros.T, bits)
+    yield f"{base}.qzeros", (_less_one if is_less_one else words_of)(zeros.T, bits)
     yield f"{base}.scales", numbers["scales"].T
     yield f"{base}.g_idx", groups.astype(np.int32)
+
+
+def _less_one(zeros: HostArray, bits: int) -> HostArray:
+    """Zero points as version 1 stores them, whose 3 bits alone borrow from no neighbour."""
+    if bits not in _ONES:
+        return words_of(zeros - 1 & 2**bits - 1, bits)
+    words = words_of(zeros, bits).view(np.uint32) - np.uint32(_ONES[bits])  # modulo 2^32
+    made: HostArray = words.view("<i4")
+    return made
 
 
 def words_of(codes: HostArray, bits: int) -> HostArray:
