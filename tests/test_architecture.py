@@ -41,7 +41,7 @@ LAYERS = (
     ("ops",),
     ("files",),
     ("formats", "quality", "tree", "conform"),
-    ("models", "report", "torch"),
+    ("models", "report", "torch", "jax"),
     ("polyquant",),
     ("cli",),
 )
@@ -58,7 +58,7 @@ DOORS = {
 #: Library -> the folders that may name it in an import: its backend, and its users' own door.
 LIBRARIES = {
     "torch": ("backends/torch/", "torch/"),
-    "jax": ("backends/jax/",),
+    "jax": ("backends/jax/", "jax/"),
     "jaxlib": ("backends/jax/",),
     "triton": ("backends/torch/cuda/",),
     "cuda": ("backends/torch/cuda/",),

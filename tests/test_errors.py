@@ -60,6 +60,7 @@ SLUGS = [
     "scale-argument",
     "scale-shape",
     "shape-mismatch",
+    "sharding-refused",
     "state-mismatch",
     "table-invalid",
     "table-length",

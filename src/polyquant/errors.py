@@ -347,6 +347,16 @@ class LayoutRefused(PolyquantError, ValueError):
     message = "A {scheme} tensor of shape {shape} cannot stay quantized here: {reason}. {fix}."
 
 
+class ShardingRefused(PolyquantError, ValueError):
+    """A split over devices whose edges would cut a block or a packed word."""
+
+    message = (
+        "Axis {axis} of a {scheme} tensor of shape {shape} cannot be split into {count} shards: "
+        "{reason}. Split it into {nearest}, or, where smaller blocks or words would do, pass "
+        "reblock=True."
+    )
+
+
 class Immutable(PolyquantError, AttributeError):
     """An attempt to change a QTensor."""
 

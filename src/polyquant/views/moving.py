@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from polyquant.arrays import Array, namespace
 from polyquant.blocks import Blocks
 from polyquant.data import check_axes
@@ -14,7 +16,7 @@ from polyquant.qtensor import QTensor, from_fields
 from polyquant.scheme import Offset, QuantScheme
 from polyquant.values import ScaleDtype
 from polyquant.views.codes import fields, moved_codes, packed
-from polyquant.views.moves import Flat, Move, Shape, Table, changes_nothing, cut, reblock
+from polyquant.views.moves import Flat, Move, Shape, Table, changes_nothing, cut, reblock, simplest
 
 
 def permuted(q: QTensor, order: Sequence[int]) -> QTensor:
@@ -85,6 +87,20 @@ def ungrouped(q: QTensor) -> QTensor:
 
 def _without_view(s: QuantScheme) -> QuantScheme:
     return _scheme_of(s, s.block, s.scale, s.offset)
+
+
+def smaller_blocks(q: QTensor, axis: int, extent: int) -> QTensor:
+    """The same numbers under blocks that are ``extent`` long along a stored axis.
+
+    ``extent`` divides that of the blocks so far, whose scales and offsets are repeated.
+    """
+    shape, tokens = q.stored_shape, block_tokens(q.scheme, q.ndim) or ()
+    old = cut(tokens[axis], shape[axis])
+    first = np.arange(0, shape[axis], extent) // old
+    on_grid = simplest((-(-shape[axis] // old),), first)
+    scales, offsets = (moved_grid(grid, axis, on_grid) for grid in (q.scales, q.offsets))
+    block = (*tokens[:axis], extent, *tokens[axis + 1 :])
+    return _relabelled(remade(q, shape, q.data, block, scales, offsets), q.axes)
 
 
 def stored_like(q: QTensor, axes: Shape) -> QTensor:

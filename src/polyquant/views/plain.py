@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from polyquant.errors import LayoutRefused
@@ -27,26 +28,28 @@ def canonical(q: QTensor) -> QTensor:
     if q.scheme.is_plain:
         return q
     q = _multiplied(ungrouped(unviewed(q)))
-    scales, offsets = _plain_grid(q.scales), _plain_grid(q.offsets)
-    s = q.scheme
-    if scales is not q.scales or offsets is not q.offsets:
-        offset = s.offset
-        if offsets is not q.offsets and offset is not None:
-            offset = Offset(offset.kind, ScaleDtype.F32)
-        s = s._with(scale=s.scale if scales is q.scales else ScaleDtype.F32, offset=offset)
-    if not s.is_plain:
-        reason = f"no plain scheme rounds as {s.extras[0]} does"
+    q = plain_scales(q, only=lambda grid: not grid.scheme.is_plain)
+    if not q.scheme.is_plain:
+        reason = f"no plain scheme rounds as {q.scheme.extras[0]} does"
         fix = "Use q.dequantize(), or quantize that again"
         raise LayoutRefused(scheme=str(q.scheme), shape=q.shape, reason=reason, fix=fix)
-    parts = (q.data, scales, q.tensor_scale, offsets, q.table)
-    return from_fields(s, q.shape, *parts, q.axes, q.device)
+    return q
 
 
-def _plain_grid(grid: Any) -> Any:
-    """Scales or offsets; those that are quantized by a scheme with extras as float32."""
-    if isinstance(grid, QTensor) and not grid.scheme.is_plain:
-        return dequantize(grid, None)
-    return grid
+def plain_scales(q: QTensor, *, only: Callable[[QTensor], bool] = lambda grid: True) -> QTensor:
+    """The same numbers with float32 in place of scales and offsets that are quantized, or some."""
+
+    def plain(grid: Any) -> Any:
+        return dequantize(grid, None) if isinstance(grid, QTensor) and only(grid) else grid
+
+    scales, offsets = plain(q.scales), plain(q.offsets)
+    if scales is q.scales and offsets is q.offsets:
+        return q
+    s, offset = q.scheme, q.scheme.offset
+    if offsets is not q.offsets and offset is not None:
+        offset = Offset(offset.kind, ScaleDtype.F32)
+    s = s._with(scale=s.scale if scales is q.scales else ScaleDtype.F32, offset=offset)
+    return q._replace(scheme=s, scales=scales, offsets=offsets)
 
 
 def _multiplied(q: QTensor) -> QTensor:
