@@ -1,0 +1,148 @@
+"""Products with weights that are split over eight devices; test_eight.py runs this file there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import polyquant as pq
+from polyquant.jax import shard, shardings
+
+SCHEMES = (
+    "q8s/row:f32",
+    "q4s/32:f16",
+    "q3s/32:f32",
+    "nf4",
+    "mxfp4",
+    "nvfp4",
+    "e4m3/32:f32",
+    "u4/32:f16+bias:f16",
+    "u4/32:f16-zero:u4",
+    "u4[nf4]/16:(u8[dynamic8u]/4:f32)",
+)
+OUT, IN, BATCH = 64, 512, 6
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+
+
+def operands(scheme: str) -> tuple[Any, pq.QTensor]:
+    """Activations (BATCH, IN), and a weight (OUT, IN) of that scheme."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((BATCH, IN), dtype=np.float32)
+    return x, pq.quantize(rng.standard_normal((OUT, IN), dtype=np.float32), scheme)
+
+
+def assert_within_the_bound(found: Any, x: Any, q: pq.QTensor) -> None:
+    """The bound of the numerical contract, against float64 and the same dequantized weight."""
+    a, b = x.astype(np.float64), q.dequantize().astype(np.float64).T
+    wanted = a @ b
+    bound = 8 * np.sqrt(IN) * 2.0**-24 * (abs(a) @ abs(b)) + abs(wanted) * 2.0**-24
+    assert (abs(np.asarray(found, np.float64) - wanted) <= bound).all()
+
+
+def collectives(compiled: Any) -> list[tuple[str, str]]:
+    """The collective operations of a compiled program: kind and type of the result."""
+    kinds = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+    pattern = rf"= (\S+|\(.*?\)) ({kinds})(?:-start)?\("
+    return [(kind, made) for made, kind in re.findall(pattern, compiled.as_text())]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_weight_split_by_outputs_needs_no_communication(scheme: str, mesh: Mesh) -> None:
+    x, q = operands(scheme)
+    weight = shard(q, NamedSharding(mesh, P("model")))
+    entering = jax.device_put(x, NamedSharding(mesh, P()))
+    compiled = jax.jit(lambda x, q: x @ q.T).lower(entering, weight).compile()
+    assert collectives(compiled) == []
+    found = compiled(entering, weight)
+    assert found.sharding.spec == P(None, "model")
+    assert_within_the_bound(found, x, q)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_weight_split_by_inputs_needs_one_sum_of_the_results(scheme: str, mesh: Mesh) -> None:
+    x, q = operands(scheme)
+    weight = shard(q, NamedSharding(mesh, P(None, "model")))
+    entering = jax.device_put(x, NamedSharding(mesh, P(None, "model")))
+    compiled = jax.jit(lambda x, q: x @ q.T).lower(entering, weight).compile()
+    found = collectives(compiled)
+    assert [kind for kind, _ in found] == ["all-reduce"]
+    assert found[0][1].startswith(f"f32[{BATCH},{OUT}]")
+    assert_within_the_bound(compiled(entering, weight), x, q)
+
+
+def test_a_weight_that_is_gathered_shows_in_the_program(mesh: Mesh) -> None:
+    """What the tests above look for is there to be found."""
+    weight = shard(operands("nf4")[1], NamedSharding(mesh, P("model")))
+    whole = jax.jit(lambda q: q.dequantize(), out_shardings=NamedSharding(mesh, P()))
+    found = collectives(whole.lower(weight).compile())
+    assert [kind for kind, _ in found] == ["all-gather"]
+
+
+def test_two_layers_are_split_by_outputs_then_by_inputs(mesh: Mesh) -> None:
+    x, first = operands("nf4")
+    second = pq.quantize(first.dequantize().T.copy(), "q4s/8:f16")
+    up, down = (
+        shard(q, NamedSharding(mesh, spec))
+        for q, spec in ((first, P("model")), (second, P(None, "model")))
+    )
+
+    @jax.jit
+    def layers(x: Any, up: pq.QTensor, down: pq.QTensor) -> Any:
+        return pq.linear(jax.nn.relu(pq.linear(x, up)), down, jnp.ones(IN))
+
+    entering = jax.device_put(x, NamedSharding(mesh, P()))
+    compiled = layers.lower(entering, up, down).compile()
+    assert [kind for kind, _ in collectives(compiled)] == ["all-reduce"]
+    inner = np.maximum(x @ first.dequantize().T, 0)
+    wanted = inner @ second.dequantize().T + 1
+    np.testing.assert_allclose(compiled(entering, up, down), wanted, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_products_in_shard_map(scheme: str, mesh: Mesh) -> None:
+    x, q = operands(scheme)
+    by_outputs, by_inputs = P("model"), P(None, "model")
+    for by_input, spec, x_spec in ((False, by_outputs, P()), (True, by_inputs, by_inputs)):
+        where = NamedSharding(mesh, spec)
+        weight = shard(q, where)
+        specs = jax.tree.map(lambda s: s.spec, shardings(q, where))
+
+        def product(x: Any, weight: pq.QTensor, by_input: bool = by_input) -> Any:
+            assert weight.shape == ((OUT, IN // 8) if by_input else (OUT // 8, IN))
+            made = x @ weight.T
+            return jax.lax.psum(made, "model") if by_input else made
+
+        out = P() if by_input else P(None, "model")
+        mapped = jax.shard_map(product, mesh=mesh, in_specs=(x_spec, specs), out_specs=out)
+        compiled = jax.jit(mapped).lower(x, weight).compile()
+        kinds = [kind for kind, _ in collectives(compiled)]
+        assert kinds == (["all-reduce"] if by_input else [])
+        assert_within_the_bound(compiled(x, weight), x, q)
+
+
+@pytest.mark.parametrize(
+    "scheme", ["q8s/row:f32", "q4s/32:f16", "nf4", "mxfp4", "u4/32:f16-zero:u4"]
+)
+@pytest.mark.parametrize("spec", [P("model"), P(None, "model")], ids=str)
+def test_quantizing_where_the_weight_lies_gives_the_same_bits(
+    scheme: str, spec: P, mesh: Mesh
+) -> None:
+    x = operands("nf4")[1].dequantize()
+    placed = jax.device_put(x, NamedSharding(mesh, spec))
+    made = jax.jit(lambda x: pq.quantize(x, scheme), out_shardings=None)
+    compiled = made.lower(placed).compile()
+    assert "all-gather" not in dict(collectives(compiled))
+    q = compiled(placed)
+    assert q.to_data() == pq.quantize(x, scheme).to_data()
+    assert q.device == "jax:cpu:0-7" and q.data.sharding.spec == spec
