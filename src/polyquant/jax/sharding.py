@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from polyquant.arrays import backend_of
+from polyquant.backends.jax import BACKEND  # and JAX is told how a QTensor is taken apart
 from polyquant.codec import line_size_bytes
 from polyquant.errors import InvalidArgument, ShardingRefused
 from polyquant.qtensor import QTensor, from_fields
@@ -81,13 +82,18 @@ def _check_spec(leaf: Any, where: NamedSharding) -> None:
     if PartitionSpec.UNCONSTRAINED in where.spec:
         wanted = "a PartitionSpec that says of every axis how it is split"
         raise InvalidArgument(name="sharding", wanted=wanted, got=where.spec)
+    if AxisType.Explicit in where.mesh.axis_types:
+        wanted = (
+            "of a mesh whose axes XLA splits by itself, as jax.make_mesh(shape, names, "
+            "axis_types=(jax.sharding.AxisType.Auto,) * len(names)) makes it"
+        )
+        raise InvalidArgument(name="sharding", wanted=wanted, got=where.mesh)
 
 
 def _placed(leaf: Any, where: NamedSharding, *, reblock: bool) -> Any:
     if not isinstance(leaf, QTensor):
         return _put(leaf, where)
-    owner = backend_of(leaf.data)
-    if owner.name not in ("jax", "numpy"):
+    if backend_of(leaf.data).name not in (BACKEND.name, "numpy"):
         wanted = "arrays of JAX or NumPy; call q.to('jax') first"
         raise InvalidArgument(name="tree", wanted=wanted, got=leaf)
     if reblock:
