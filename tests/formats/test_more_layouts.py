@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import polyquant as pq
-from polyquant.errors import InvalidHeader, UnsupportedDtype
+from polyquant.errors import CorruptData, InvalidHeader, UnsupportedDtype
 
 RNG = np.random.default_rng(0)
 BF16 = ml_dtypes.bfloat16
@@ -76,3 +76,98 @@ def test_layouts_of_single_devices(kind: str, tmp_path: Path) -> None:
     int4_file(tmp_path / "x.safetensors", kind)
     with pytest.raises(UnsupportedDtype, match=f"{kind}.*save it as an Int4Tensor"):
         pq.open_checkpoint(tmp_path / "x.safetensors")
+
+
+# -- compressed-tensors -----------------------------------------------------------------------
+
+SPARSE = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "sparsity_config": {"format": "sparse-bitmask"},
+    "config_groups": {
+        "group_0": {
+            "targets": ["b"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+        }
+    },
+}
+
+
+def sparse_arrays(base: str, dense: Any) -> dict[str, Any]:
+    """As compressed-tensors' sparse compressors, up to 0.12, store a matrix."""
+    mask = dense != 0
+    return {
+        f"{base}.shape": np.asarray(dense.shape, np.int64),
+        f"{base}.compressed": dense[mask],
+        f"{base}.bitmask": np.packbits(mask, axis=1, bitorder="little"),
+        f"{base}.row_offsets": np.cumsum(mask.sum(axis=1)) - mask.sum(axis=1),
+    }
+
+
+def as_torch(array: Any) -> Any:
+    """A tensor of an array, float8 too."""
+    import torch
+
+    if array.dtype != ml_dtypes.float8_e4m3fn:
+        return torch.from_numpy(np.ascontiguousarray(array))
+    return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8)).view(torch.float8_e4m3fn)
+
+
+def save_sparse(path: Path, **change: Any) -> tuple[Any, Any, Any]:
+    from safetensors.torch import save_file as save_torch
+
+    dense = (RNG.normal(size=(6, 36)) * (RNG.random((6, 36)) < 0.5)).astype(np.float32)
+    codes, scales = dense.astype(ml_dtypes.float8_e4m3fn), RNG.random((6, 1), np.float32)
+    made = sparse_arrays("a", dense) | sparse_arrays("b", codes) | {"b.weight_scale": scales}
+    save_torch({name: as_torch(array) for name, array in (made | change).items()}, path)
+    return dense, codes, scales
+
+
+def test_sparse_weights(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    dense, codes, scales = save_sparse(path)
+    with pq.open_checkpoint(path, config=SPARSE) as ck:
+        assert set(ck) == {"a.weight", "b.weight"}
+        assert ck.info("a.weight").nbytes == dense.nbytes
+        np.testing.assert_array_equal(ck["a.weight"], dense)
+        wanted = codes.astype(np.float32) * scales
+        np.testing.assert_array_equal(ck["b.weight"].dequantize(), wanted)
+        pq.save(tmp_path / "y.safetensors", dict(ck))
+    structured = SPARSE | {"sparsity_config": {"format": "sparse-24-bitmask"}, "config_groups": {}}
+    values = np.ones((4, 8), np.float32) * (np.arange(8) % 4 < 2)
+    made = sparse_arrays("a", values) | {"a.compressed": np.ones((4, 4), np.float32)}
+    del made["a.row_offsets"]
+    save_file(made | {"a.shape": np.asarray([[4], [8]])}, path)
+    with pq.open_checkpoint(path, config=structured) as ck:
+        np.testing.assert_array_equal(ck["a.weight"], values)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"a.shape": np.asarray([6, 44])}, InvalidHeader, "no bit for"),
+        ({"a.shape": np.asarray([-6, 36])}, InvalidHeader, "no bit for"),
+        ({"a.shape": np.asarray([2**40, 2**20])}, InvalidHeader, "no bit for"),
+        ({"a.weight": np.ones((6, 36), np.float32)}, InvalidHeader, "two tensors would"),
+        ({"a.compressed": np.ones(3, np.float32)}, CorruptData, "and 3 are stored"),
+        ({"b.compressed": np.ones(3, np.float64)}, UnsupportedDtype, "F64"),
+    ],
+)
+def test_sparse_weights_that_lie(change: Any, error: Any, match: str, tmp_path: Path) -> None:
+    save_sparse(tmp_path / "x.safetensors", **change)
+    with pytest.raises(error, match=match):
+        dict(pq.open_checkpoint(tmp_path / "x.safetensors", config=SPARSE))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sparsity_config": {"format": "sparse-coo"}},
+        {"sparsity_config": {"format": ["dense"]}},
+        {"format": "marlin-24", "sparsity_config": None},
+    ],
+)
+def test_sparse_formats_that_are_not_read(change: Any, tmp_path: Path) -> None:
+    save_sparse(tmp_path / "x.safetensors")
+    with pytest.raises(UnsupportedDtype, match="sparse-bitmask"):
+        pq.open_checkpoint(tmp_path / "x.safetensors", config=SPARSE | change)

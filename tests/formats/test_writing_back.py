@@ -239,6 +239,22 @@ def test_schemes_that_a_format_lacks(format: str, scheme: str, name: str, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("format", "scheme"),
+    [
+        ("mlx", "u4/64:f32+bias:f32"),
+        ("mlx", "e2m1/32:ue8m0"),
+        ("compressed-tensors", "q4f/128:f32"),
+        ("compressed-tensors", "e2m1/16:ue4m3/tensor:divisor.f32"),
+    ],
+)
+def test_groups_that_the_ends_of_rows_cut(format: str, scheme: str, tmp_path: Path) -> None:
+    """Which the tools themselves refuse to read."""
+    q = pq.quantize(VALUES[:, :200], scheme)
+    with pytest.raises(UnsupportedDtype, match="are cut at the ends of rows of 200"):
+        write(format, tmp_path / "x.safetensors", {"l.weight": q})
+
+
 def test_layers_that_one_file_cannot_hold(tmp_path: Path) -> None:
     tensors = {"a.weight": pq.quantize(VALUES, "q4s/32:f16")}
     tensors["b.weight"] = pq.quantize(VALUES, "q8s/32:f16")

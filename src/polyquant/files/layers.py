@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyquant.arrays import HostArray
 from polyquant.errors import CorruptData, InvalidHeader, UnknownFormat, UnsupportedDtype
@@ -39,8 +39,19 @@ class Layer:
     origin: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Made(NamedTuple):
+    """An array that is not stored as such: what it is, the arrays that it is made of, and how."""
+
+    raw: RawTensor
+    uses: tuple[str, ...]
+    read: Callable[[], HostArray]
+
+
 class Source:
-    """The arrays of a safetensors container, checked as they are asked for."""
+    """The arrays of a safetensors container, checked as they are asked for.
+
+    ``made``: arrays that stand in the place of those which they are made of.
+    """
 
     def __init__(self, probe: Probe, format: str) -> None:
         if probe.container is None:
@@ -48,6 +59,17 @@ class Source:
         self.path, self.format = probe.file, format
         self.container: Container = probe.container
         self.config: Mapping[str, Any] = probe.quantization
+        self.made: dict[str, Made] = {}
+
+    def arrays(self) -> Iterator[str]:
+        """The names of all arrays. Raises InvalidHeader where a made one has that of another."""
+        hidden = {name for made in self.made.values() for name in made.uses}
+        for name in self.container.places:
+            if name in self.made:
+                raise self.fail(f"two tensors would have the name {name!r}")
+            if name not in hidden:
+                yield name
+        yield from self.made
 
     def shapes(self, probe: Probe) -> Mapping[str, Any]:
         """The config's shapes, where arrays alone do not tell them. Raises InvalidHeader."""
@@ -57,7 +79,7 @@ class Source:
         return shapes
 
     def __contains__(self, name: str) -> bool:
-        return name in self.container.places
+        return name in self.container.places or name in self.made
 
     def names(self, suffix: str) -> Iterator[str]:
         """What stands before ``suffix`` in the names that end in it."""
@@ -67,6 +89,8 @@ class Source:
 
     def raw(self, name: str) -> RawTensor:
         """Dtype and shape of an array. Raises InvalidHeader where it is missing."""
+        if name in self.made:
+            return self.made[name].raw
         file = self.container.places.get(name)
         if file is None:
             raise self.fail(f"tensor {name!r} is missing")
@@ -90,6 +114,8 @@ class Source:
 
     def read(self, name: str) -> HostArray:
         """An array, mapped."""
+        if name in self.made:
+            return self.made[name].read()
         return self.container.places[name].read(name)
 
     def raw_bytes(self, name: str) -> memoryview:
@@ -133,10 +159,10 @@ def open_layers(probe: Probe, source: Source, layers: Iterable[Layer]) -> Checkp
                 raise source.fail(f"tensor {name!r} would be of two layers")
             by_use[name] = layer
     entries: dict[str, Entry] = {}
-    for name, file in source.container.places.items():
+    for name in source.arrays():
         owner = by_use.get(name)
         if owner is None:
-            made = Entry(_plain_info(file.tensors[name]), partial(source.read, name))
+            made = Entry(_plain_info(source.raw(name)), partial(source.read, name))
         else:
             made = Entry(_info(source, owner), partial(_read, source, owner))
         held = entries.setdefault(made.info.name, made)

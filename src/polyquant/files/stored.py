@@ -42,6 +42,12 @@ def base_of(info: TensorInfo) -> str:
     return base
 
 
+def has_whole_groups(info: TensorInfo) -> bool:
+    """Whether the groups along the last axis of a quantized tensor divide it."""
+    size = (info.scheme.block or (-1,))[-1] if info.scheme is not None else -1
+    return size == -1 or info.shape[-1] % size == 0
+
+
 def plain_modules(plan: Sequence[TensorInfo]) -> list[str]:
     """The modules whose weights are matrices and not quantized: configs name them."""
     return [

@@ -2,6 +2,9 @@
 
 The config's ``config_groups`` say what the layers of a model are; a layer's arrays say which of its
 parts it has. Integers are stored offset-binary: ``code + 2^(bits - 1)``, zero points too.
+
+Of sparse weights (``sparsity_config``) a bitmask says where the stored numbers stand; they are read
+with their zeros, quantized or not. Files of marlin-24 are tiled for one kernel and refused.
 """
 
 from __future__ import annotations
@@ -23,13 +26,14 @@ from polyquant.errors import CorruptData
 from polyquant.files.assemble import assemble, numbers_of
 from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.facts import Facts
-from polyquant.files.info import TensorInfo
-from polyquant.files.layers import Layer, Source, open_layers
+from polyquant.files.info import FILE_DTYPES, TensorInfo
+from polyquant.files.layers import Layer, Made, Source, open_layers
 from polyquant.files.probe import CONFIG, Probe
 from polyquant.files.stored import (
     StoredArray,
     base_of,
     check_held,
+    has_whole_groups,
     open_stored_writer,
     plain_modules,
     plain_why_not,
@@ -44,7 +48,8 @@ NAME = "compressed-tensors"
 FACTS = Facts(
     tool="llm-compressor, vLLM",
     reads=(
-        "pack-quantized (both packings, act-order), int, float, naive, nvfp4, mxfp4, mxfp6, mxfp8"
+        "pack-quantized (both packings, act-order), int, float, naive, nvfp4, mxfp4, mxfp6, mxfp8; "
+        "sparse-bitmask, sparse-24-bitmask"
     ),
     exact="bit-equal; in bfloat16 after one rounding",
     writes="pack-quantized, nvfp4, mxfp4",
@@ -53,6 +58,7 @@ FACTS = Facts(
 )
 PACKED, SCALE = ".weight_packed", ".weight_scale"
 _BYTES = ("U8", "I8")
+_SPARSE = ("sparse-bitmask", "sparse-24-bitmask")
 #: (bits, type) of values with E8M0 scales -> (value, packed).
 _MX: Mapping[tuple[int, str], tuple[str, bool]] = MappingProxyType(
     {(4, "float"): ("e2m1", True), (6, "float"): ("e2m3", True), (8, "float"): ("e4m3", False)}
@@ -71,6 +77,7 @@ def open_checkpoint(probe: Probe) -> Checkpoint:
 
 
 def _layers(source: Source) -> Iterator[Layer]:
+    source.made |= dict(_sparse(source))
     groups = _groups(source)
     bases = dict.fromkeys([*source.names(PACKED), *source.names(SCALE)])
     for base in bases:
@@ -89,6 +96,8 @@ def _groups(source: Source) -> list[tuple[list[str], Mapping[str, Any], str]]:
     """Of every group: its targets, what its weights are, and its format."""
     config = source.config
     found = config.get("config_groups")
+    if not found and _is_sparse(source):
+        return []
     if not isinstance(found, Mapping) or not found:
         raise source.fail("its quantization config has no config_groups")
     made = []
@@ -99,6 +108,8 @@ def _groups(source: Source) -> list[tuple[list[str], Mapping[str, Any], str]]:
             raise source.fail(f"group {name!r} of its config has no list of targets")
         if isinstance(weights, Mapping):
             format = group.get("format") or config.get("format")
+            if format == "marlin-24":
+                raise source.refuse("the config", "marlin-24, tiled for one kernel,", _SPARSE)
             made.append((targets, weights, str(format)))
     if not made:
         raise source.fail("no group of its config has weights")
@@ -160,6 +171,51 @@ def _block(
             return (high, wide), (-(-rows // high), -(-columns // wide))
     known = ("tensor", "channel", "group", "tensor_group", "block")
     raise source.refuse(base, f"the strategy {strategy} of {size} {extents}", known)
+
+
+# -- sparse weights ---------------------------------------------------------------------------
+
+
+def _is_sparse(source: Source) -> bool:
+    """Whether the config says that weights are under a bitmask. Raises UnsupportedDtype."""
+    config = source.config.get("sparsity_config")
+    format = config.get("format") if isinstance(config, Mapping) else None
+    if format not in (None, "dense", *_SPARSE):
+        raise source.refuse("the config", f"the sparsity_config {format}", ("dense", *_SPARSE))
+    return format in _SPARSE
+
+
+def _sparse(source: Source) -> Iterator[tuple[str, Made]]:
+    """Weights of which only the numbers that a bitmask names are stored, row after row."""
+    for base in source.names(".bitmask") if _is_sparse(source) else ():
+        extents = source.raw(f"{base}.shape").shape
+        source.expect(f"{base}.shape", ("I64", "I32"), (2, 1) if len(extents) == 2 else (2,))
+        rows, columns = (int(n) for n in source.read(f"{base}.shape").reshape(-1))
+        mask = source.expect(f"{base}.bitmask", ("U8",), (None, None))
+        if mask.shape != (rows, -(-columns // 8)) or not mask.shape[1]:
+            raise source.fail(
+                f"tensor {mask.name!r} of {mask.shape} has no bit for {rows, columns}"
+            )
+        uses = [f"{base}.{part}" for part in ("shape", "bitmask", "compressed", "row_offsets")]
+        uses = uses if uses[-1] in source else uses[:-1]
+        values = source.raw(f"{base}.compressed")
+        if values.dtype not in ("F8_E4M3", "I8", "BF16", "F16", "F32"):
+            raise source.refuse(base, f"sparse weights of {values.dtype}", ("F8_E4M3", "BF16"))
+        size = rows * columns * FILE_DTYPES[values.dtype].bits // 8
+        raw = values._replace(name=f"{base}.weight", shape=(rows, columns), start=0, stop=size)
+        yield raw.name, Made(raw, tuple(uses), partial(_read_sparse, source, base, raw.shape))
+
+
+def _read_sparse(source: Source, base: str, shape: tuple[int, ...]) -> HostArray:
+    values = source.read(f"{base}.compressed").reshape(-1)
+    bits = np.unpackbits(source.read(f"{base}.bitmask"), axis=1, bitorder="little")
+    mask = bits[:, : shape[1]].astype(np.bool_)
+    if np.count_nonzero(mask) != values.size:
+        reason = f"its bitmask names {np.count_nonzero(mask)} numbers, and {values.size} are stored"
+        raise CorruptData(what=f"Tensor '{base}.weight' of {source.path}", reason=reason)
+    made = np.zeros(shape, values.dtype)
+    made[mask] = values
+    return made
 
 
 # -- packed integers --------------------------------------------------------------------------
@@ -345,8 +401,10 @@ def why_not_hold(info: TensorInfo) -> str | None:
         return plain_why_not(info)
     if not info.name.endswith(".weight") or len(info.shape) != 2 or info.axes != (0, 1):
         return "it is not the weight of a linear layer, its rows stored in order"
+    if not has_whole_groups(info):
+        return f"groups of {scheme.block} are cut at the ends of rows of {info.shape[1]}"
     if str(scheme.with_store("packed_u32")) in (VARIANTS["nvfp4"], VARIANTS["mxfp4"]):
-        return None if info.shape[1] % 2 == 0 else "rows of an odd length fill no whole bytes"
+        return None
     is_zero = scheme.offset == ("zero_point", f"u{scheme.bits}")
     is_full = str(scheme.value) == f"q{scheme.bits}f" and scheme.offset is None
     is_packed = (is_zero or is_full or _is_symmetric(scheme)) and scheme.mode != "lookup"

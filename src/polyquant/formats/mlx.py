@@ -28,6 +28,7 @@ from polyquant.files.stored import (
     StoredArray,
     base_of,
     check_held,
+    has_whole_groups,
     open_stored_writer,
     plain_why_not,
     scale_code,
@@ -176,6 +177,8 @@ def why_not_hold(info: TensorInfo) -> str | None:
         return f"its axes are stored in the order {info.axes}"
     if info.shape[-1] * scheme.bits % 32:
         return f"rows of {info.shape[-1]} codes fill no whole words"
+    if not has_whole_groups(info):
+        return f"groups of {scheme.block} are cut at the ends of rows of {info.shape[-1]}"
     if str(scheme) in _FLOATS:
         return None
     is_affine = scheme.offset is not None and scheme.offset == ("bias", scheme.scale)
