@@ -16,6 +16,7 @@ import polyquant as pq
 from peers import assert_same, decoded, fixture, names
 from polyquant.errors import CorruptData, InvalidName, UnsupportedDtype
 from polyquant.formats import WRITERS, TensorInfo
+from polyquant.formats.bitsandbytes import VARIANTS
 from polyquant.models import resumable
 from polyquant.models.conversion import plan
 from polyquant.models.targets import target_of
@@ -109,6 +110,34 @@ def test_bitsandbytes_reads_what_we_write(scheme: str, tmp_path: Path) -> None:
         stored["l.weight"], QuantState.from_dict(state, device=torch.device("cpu"))
     )
     np.testing.assert_array_equal(made.float().numpy(), q.dequantize())
+
+
+@needs("bitsandbytes")
+@pytest.mark.parametrize("shape", [(64, 1024), (50, 100), (3, 7)])
+def test_double_quantization_is_that_of_bitsandbytes(shape: Any, tmp_path: Path) -> None:
+    """Its codes, outer maxima and offset; maxima are the nearest, which its own are not always."""
+    import torch
+    from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
+
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    q = target_of("bitsandbytes:nf4-double").quantize(
+        x, pq.scheme(VARIANTS["nf4-double"]), "minmax"
+    )
+    write("bitsandbytes", tmp_path / "x.safetensors", {"l.weight": q})
+    stored = arrays(tmp_path / "x.safetensors")
+    state = {name: tensor for name, tensor in stored.items() if name != "l.weight"}
+    read = QuantState.from_dict(state, device=torch.device("cpu"))
+    made = dequantize_4bit(stored["l.weight"], read).float().numpy()
+    np.testing.assert_array_equal(made, q.dequantize())
+    packed, own = quantize_4bit(torch.tensor(x), compress_statistics=True, quant_type="nf4")
+    assert torch.equal(stored["l.weight"], packed)
+    torch.testing.assert_close(read.state2.absmax, own.state2.absmax, rtol=1e-6, atol=0.0)
+    assert read.offset.item() == pytest.approx(own.offset.item(), rel=1e-6)
+    assert (read.absmax != own.absmax).float().mean() < 0.05
+    theirs = dequantize_4bit(packed, own).numpy()
+    assert np.linalg.norm(made - x) <= 1.001 * np.linalg.norm(theirs - x)
+    with pq.open_checkpoint(tmp_path / "x.safetensors") as ck:
+        assert_same(ck["l.weight"], made)
 
 
 @needs("compressed_tensors")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from polyquant.arrays import HostArray
+from polyquant.arrays import Array, HostArray
 from polyquant.errors import CorruptData
 from polyquant.files.assemble import assemble, numbers_of
 from polyquant.files.checkpoint import Checkpoint
@@ -35,9 +35,11 @@ from polyquant.files.stored import (
 )
 from polyquant.files.strict_json import parse_object
 from polyquant.files.writing import PlannedWriter, kept_origin, member_of
+from polyquant.ops import quantize
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.tables import CUSTOM, NAMED, named_table, table_bits
+from polyquant.values import ScaleDtype
 
 NAME = "bitsandbytes"
 FACTS = Facts(
@@ -206,15 +208,33 @@ def _read_four_bit(
 
 # -- writing ----------------------------------------------------------------------------------
 
-#: Variant -> the scheme that its weights have. Doubly quantized ones, whose maxima share one offset
-#: for the whole tensor, are only carried over.
+#: Variant -> the scheme that its weights have.
 VARIANTS: Mapping[str, str] = MappingProxyType(
     {
         "nf4": "u4[nf4]/64:f32",
+        "nf4-double": "u4[nf4]/64:(u8[dynamic8]/256:f32+bias:f32)~flat",
         "fp4": "u4[fp4]/64:f32",
         "int8": "q8s/row:absmax.f32",
     }
 )
+
+
+def quantized(values: Array, scheme: QuantScheme, *, calibration: str = "minmax") -> QTensor:
+    """Quantize as bitsandbytes does: quantized maxima are off by one mean, and codes ignore that.
+
+    Raises what ``quantize`` raises.
+    """
+    inner = scheme.scale
+    if not isinstance(inner, QuantScheme):
+        return quantize(values, scheme, calibration=calibration)
+    plain = scheme._with(scale=ScaleDtype.F32)
+    numbers = numbers_of(quantize(values, plain, calibration=calibration).to("numpy"))
+    maxima = numbers["scales"]
+    mean = maxima.mean(dtype=np.float64).astype(np.float32)
+    outer = numbers_of(quantize(maxima - mean, inner._with(offset=None)))
+    numbers |= {f"scales.{name}": array for name, array in outer.items()}
+    numbers["scales.offsets"] = np.full(outer["scales"].shape, mean)
+    return assemble(scheme, values.shape, numbers)
 
 
 def why_not_hold(info: TensorInfo) -> str | None:
@@ -312,7 +332,7 @@ def _stored(
     size, block = math.prod(info.shape), (scheme.block or (1,))[0]
     storage = own["storage"] if own.get("storage") in _STORAGE else "U8"
     width = FILE_DTYPES[storage].bits // 8
-    packed = None if q is None else _packed(numbers["codes"], _padded(size, storage))
+    packed = None if q is None else _packed(numbers, _padded(size, storage))
     yield StoredArray(name, storage, (_padded(size, storage) // width, 1)), packed
     blocks = -(-size // block)
     yield StoredArray(f"{name}.quant_map", "F32", (16,)), numbers.get("table")
@@ -332,9 +352,12 @@ def _stored(
     yield state, np.frombuffer(text, np.uint8)
 
 
-def _packed(codes: HostArray, nbytes: int) -> HostArray:
+def _packed(numbers: Mapping[str, HostArray], nbytes: int) -> HostArray:
+    codes = numbers["codes"].reshape(-1)
     flat = np.zeros(2 * nbytes, np.uint8)
-    flat[: codes.size] = codes.reshape(-1)
+    flat[: codes.size] = codes
+    if codes.size % 2:
+        flat[codes.size] = np.abs(numbers["table"]).argmin()  # as bitsandbytes fills the last byte
     made: HostArray = flat[::2] << 4 | flat[1::2]
     return made
 

@@ -20,7 +20,6 @@ from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.info import TensorInfo
 from polyquant.models.selection import selected
 from polyquant.models.targets import Target
-from polyquant.ops import quantize
 from polyquant.qtensor import QTensor
 from polyquant.quality import Quality, measure
 from polyquant.scheme import QuantScheme
@@ -150,6 +149,7 @@ def _forms(info: TensorInfo) -> Iterator[TensorInfo]:
 
 def convert(
     checkpoint: Checkpoint,
+    target: Target,
     steps: Sequence[Conversion],
     write: Callable[[str, Any], None],
     *,
@@ -160,7 +160,7 @@ def convert(
     finished = []
     for step in steps:
         tensor = checkpoint[step.name]
-        made, quality = _converted(tensor, step, calibration)
+        made, quality = _converted(tensor, step, target, calibration)
         write(step.name, made)
         del tensor, made
         checkpoint.release()
@@ -169,13 +169,15 @@ def convert(
     return finished
 
 
-def _converted(tensor: Any, step: Conversion, calibration: str) -> tuple[Any, Quality | None]:
+def _converted(
+    tensor: Any, step: Conversion, target: Target, calibration: str
+) -> tuple[Any, Quality | None]:
     scheme = step.result.scheme
     if scheme is None:
         return tensor, None
     if step.is_lossy:
         values: HostArray = tensor.dequantize() if isinstance(tensor, QTensor) else tensor
-        made = quantize(values, scheme, calibration=calibration)
+        made = target.quantize(values, scheme, calibration)
         return made, measure(values, made)
     return _as(tensor, scheme), None
 

@@ -96,7 +96,7 @@ def run(
             writer = target.open_writer(out, results, metadata)
         with writer:
             finished = convert(
-                checkpoint, steps, writer.write, calibration=calibration, on_done=on_done
+                checkpoint, target, steps, writer.write, calibration=calibration, on_done=on_done
             )
     if not target.is_own:
         write_config(source, out, writer.config)
@@ -196,7 +196,12 @@ def run_job(job: Job, on_done: Callable[[Converted], None] = lambda done: None) 
             writer = job.target.open_writer(job.path, results, job.metadata, job.whole)
         with writer:
             finished = convert(
-                checkpoint, job.steps, writer.write, calibration=job.calibration, on_done=on_done
+                checkpoint,
+                job.target,
+                job.steps,
+                writer.write,
+                calibration=job.calibration,
+                on_done=on_done,
             )
     return Outcome(finished, writer.checksums if job.target.is_own else {})
 

@@ -10,10 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from polyquant.arrays import HostArray
 from polyquant.errors import InvalidArgument, UnknownName
 from polyquant.files.container import INDEX_SUFFIX
 from polyquant.files.info import TensorInfo
 from polyquant.formats import WRITERS
+from polyquant.ops import quantize
+from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.scheme import scheme as as_scheme
 
@@ -39,6 +42,12 @@ class Target:
             return None
         reason: str | None = import_module(WRITERS[self.format]).why_not_hold(info)
         return reason
+
+    def quantize(self, values: HostArray, scheme: QuantScheme, calibration: str) -> QTensor:
+        """Values under a scheme, by the format's own rule where it has one."""
+        module = None if self.is_own else import_module(WRITERS[self.format])
+        rule: Callable[..., QTensor] = getattr(module, "quantized", quantize)
+        return rule(values, scheme, calibration=calibration)
 
     def open_writer(
         self,
