@@ -42,8 +42,10 @@ class Backend:
     "cuda") to the modules that serve it, best first. ``functions`` are the library's own where the
     array API has none (see ops/lacking.py); what is not there runs on the host. ``is_transformed``
     says whether autograd, a tracer or vmap watches what is done with an array, here and now.
-    ``num_threads`` is the library's own setting for products on the CPU, 0 where it has none;
-    ``exported`` gives an array of the CPU to compiled code (by DLPack or the buffer protocol).
+    ``is_placed`` says whether an array is on a device that is known: a tracer may not be.
+    ``detach`` takes an array out of autodiff. ``num_threads`` is the library's own setting for
+    products on the CPU, 0 where it has none; ``exported`` gives an array of the CPU to
+    compiled code (by DLPack or the buffer protocol).
     ``any_rank`` says that take and searchsorted have indices of any rank, beyond the standard:
     flattening them would bring the shards of an array together.
     """
@@ -62,6 +64,8 @@ class Backend:
     kernels: Mapping[str, tuple[str, ...]]
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     is_transformed: Callable[[Array], bool] = lambda array: False
+    is_placed: Callable[[Array], bool] = lambda array: True
+    detach: Callable[[Array], Array] = lambda array: array
     num_threads: Callable[[], int] = lambda: 0
     exported: Callable[[Array], Any] = lambda array: array
     any_rank: bool = False
@@ -216,8 +220,7 @@ def place(like: Array) -> dict[str, Any]:
 def constant(like: Array, values: HostArray) -> Array:
     """A small host table as an array beside ``like``: same library, same device."""
     owner = backend_of(like)
-    placed = place(like) or not owner.is_traced(like)  # a jax tracer has no device of its own
-    return owner.from_host(values, owner.device_of(like) if placed else "")
+    return owner.from_host(values, owner.device_of(like) if owner.is_placed(like) else "")
 
 
 def known(flag: Array) -> bool | None:
@@ -234,5 +237,6 @@ def describe(thing: Any) -> str:
     if owner is None:
         module, name = type(thing).__module__, type(thing).__qualname__
         return f"of type {name}" if module == "builtins" else f"of type {module}.{name}"
-    shape = tuple(thing.shape)
-    return f"a {dtype_name(thing)} array of shape {shape} on {owner.device_of(thing)}"
+    is_placed = owner.is_placed(thing)
+    where = f"on {owner.device_of(thing)}" if is_placed else f"that {owner.name} traces"
+    return f"a {dtype_name(thing)} array of shape {tuple(thing.shape)} {where}"

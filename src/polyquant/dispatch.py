@@ -173,9 +173,9 @@ def check_one_device(op: str, operands: Sequence[tuple[str, Any]]) -> Backend:
     owner, device = _place(first_role, first)
     for role, other in operands[1:]:
         other_owner, other_device = _place(role, other)
-        if other_device == device:
-            continue
         same_library = other_owner is owner
+        if other_device == device or (same_library and not _are_placed(owner, first, other)):
+            continue
         error = DeviceMismatch if same_library else BackendMismatch
         facts = {
             "op": op,
@@ -224,10 +224,24 @@ def _place(role: str, operand: Any) -> tuple[Backend, str]:
     return owner, owner.device_of(operand)
 
 
+def _are_placed(owner: Backend, *operands: Any) -> bool:
+    """Whether the devices of operands are known; what a tracer stands for is where the rest is."""
+    return all(owner.is_placed(x.data if isinstance(x, QTensor) else x) for x in operands)
+
+
+def device_among(owner: Backend, *operands: Any) -> str:
+    """The device of operands that share one; where none is placed, that of a tracer."""
+    x = next((x for x in operands if _are_placed(owner, x)), operands[0])
+    return x.device if isinstance(x, QTensor) else owner.device_of(x)
+
+
 def _in_words(operand: Any) -> str:
-    if isinstance(operand, QTensor):
-        return f"a {operand.scheme} QTensor of shape {operand.shape} on {operand.device}"
-    return describe(operand)
+    if not isinstance(operand, QTensor):
+        return describe(operand)
+    text = f"a {operand.scheme} QTensor of shape {operand.shape}"
+    owner = backend_of(operand.data)
+    is_placed = owner.is_placed(operand.data)
+    return f"{text} on {operand.device}" if is_placed else f"{text} that {owner.name} traces"
 
 
 def _fix(first: tuple[str, Any, str], second: tuple[str, Any, str]) -> str:
@@ -242,7 +256,7 @@ def facts_of(operand: Any) -> Hashable:
     """What a checked answer about an operand is remembered by; None where none may be."""
     cls = operand.__class__
     if cls is QTensor:
-        if operand.data.__class__ is not np.ndarray and operand.requires_grad:
+        if operand.data.__class__ is not np.ndarray and _is_watched(operand):
             return None
         return operand._kind or kind_of(operand)
     if cls is np.ndarray:
@@ -257,7 +271,17 @@ def is_transformed(owner: Backend, *operands: Any) -> bool:
         arrays = x.parts().values() if isinstance(x, QTensor) else (x,)
         if any(owner.is_transformed(array) for array in arrays):
             return True
+        if isinstance(x, QTensor) and owner.name != "numpy" and x.is_stack:
+            return True
     return False
+
+
+def _is_watched(q: QTensor) -> bool:
+    """Whether answers about ``q`` must not be remembered. (The float operand tells of torch's.)"""
+    owner = backend_of_class(q.data.__class__)
+    return q.requires_grad or (
+        owner is not None and owner.name == "jax" and is_transformed(owner, q)
+    )
 
 
 # -- kernels ----------------------------------------------------------------------------------
@@ -383,7 +407,7 @@ def explain(op: str, *operands: Any) -> Explanation:
         raise AlreadyQuantized(role="operand 1", scheme=str(first.scheme))
     if op == "dequantize" and not isinstance(first, QTensor):
         raise InvalidArgument(name="operand 1", wanted="a QTensor", got=first)
-    device = device_of(first) or ""
+    device = device_among(owner, first, *rest)
     watched = is_transformed(owner, first, *rest)
     if not rest:
         problem = one_operand_problem(op, first, device, transformed=watched)

@@ -67,7 +67,7 @@ def plain(x: Array, owner: Backend) -> Array:
     """Without autodiff, and without NumPy's subclasses and scalars."""
     if owner.name == "numpy":
         return np.asarray(x)
-    return x.detach() if hasattr(x, "detach") else x
+    return owner.detach(x)
 
 
 def check_values(x: Array, nonfinite: str, owner: Backend) -> str:

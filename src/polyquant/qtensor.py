@@ -136,6 +136,24 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
         return 8 * self.nbytes / self.size if self.size else 0.0
 
     @property
+    def is_stack(self) -> bool:
+        """Whether this is several tensors side by side, each with stored arrays of its own.
+
+        ``jax.vmap`` and ``jax.lax.scan`` take and return such: every array has a leading axis,
+        the table and the tensor scale too, which no scheme has.
+        """
+        scales, offsets, view = self.scales, self.offsets, self.scheme.view
+        return (
+            (self.table is not None and self.table.ndim > 1)
+            or (self.tensor_scale is not None and self.tensor_scale.ndim > 0)
+            or (self.groups is not None and self.groups.ndim > 1)
+            or self.data.ndim > (max(1, len(self.shape)) if view is None else len(view))
+            or (self.scheme.block is None and scales.shape[:1] not in ((), (1,)))
+            or (isinstance(scales, QTensor) and scales.is_stack)
+            or (isinstance(offsets, QTensor) and offsets.is_stack)
+        )
+
+    @property
     def requires_grad(self) -> bool:
         """Whether autograd tracks the scales, the offsets or the table. Codes have no gradient."""
         whole, offsets, table = self.tensor_scale, self.offsets, self.table
@@ -228,7 +246,7 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
 
     def detach(self) -> QTensor:
         """The tensor without gradients of its scales, offsets or table. Codes have none."""
-        return self._map(lambda a: a.detach() if hasattr(a, "detach") else a, self.device)
+        return self._map(backend_of(self.data).detach, self.device)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise Immutable(name=name)

@@ -204,6 +204,9 @@ def _product_jvp(
     return made, total.astype(kind)
 
 
+_product.defjvp(_product_jvp, symbolic_zeros=True)
+
+
 def _change(x: Any, change: Any) -> Array | None:
     return change_of_values(x, change) if isinstance(x, QTensor) else given(change)
 

@@ -73,7 +73,7 @@ def quantize(
     if not is_compiling():
         owner = check_float("x", x)
         x = plain(x, owner)
-        if not owner.is_transformed(x):
+        if owner.name != "torch" or not owner.is_transformed(x):
             return quantize_plain(x, scheme, *options)
     made: QTensor = compiled().quantize(x, scheme, *options)
     return made

@@ -15,6 +15,7 @@ from polyquant.dispatch import (
     check_product,
     check_real,
     choose,
+    device_among,
     facts_of,
     is_transformed,
     matmul_problem,
@@ -66,7 +67,7 @@ def _plan_product(a: Any, b: Any, out_dtype: Any, kernel: str | None) -> _Plan:
     """Every check of a product, then the kernel that runs it and the dtype of its result."""
     owner = check_one_device("matmul", (("a", a), ("b", b)))
     check_kernel_name(kernel)
-    device = a.device if isinstance(a, QTensor) else owner.device_of(a)
+    device = device_among(owner, a, b)
     native = _result_dtype(a, b, out_dtype)
     problem = matmul_problem(a, b, device, transformed=is_transformed(owner, a, b))
     return choose(owner.name, problem, kernel).run, native
@@ -132,7 +133,7 @@ def _plan_linear(x: Any, weight: Any, bias: Any, activations: Any) -> _Plan:
     """Every check of ``linear``, then what runs it, and the last argument of that."""
     check_linear(x, weight, bias)
     owner = backend_of(x.data if isinstance(x, QTensor) else x)
-    device = x.device if isinstance(x, QTensor) else owner.device_of(x)
+    device = device_among(owner, x, weight)
     given = (x, weight) if bias is None else (x, weight, bias)
     is_watched = is_transformed(owner, *given)
     if activations is not None and not is_watched:
@@ -215,10 +216,8 @@ def check_operands(a: Any, b: Any) -> None:
 
 def multiply(a: Any, b: Any, native: Any) -> Array:
     """The product of two operands that were checked, by the kernels for plain ones."""
-    side = a if isinstance(a, QTensor) else b
-    array, device = (side.data, side.device) if isinstance(side, QTensor) else (side, None)
-    owner = backend_of(array)
-    problem = matmul_problem(a, b, device or owner.device_of(array))
+    owner = backend_of(a.data if isinstance(a, QTensor) else a)
+    problem = matmul_problem(a, b, device_among(owner, a, b))
     return choose(owner.name, problem).run(a, b, native)
 
 

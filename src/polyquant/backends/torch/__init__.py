@@ -168,6 +168,7 @@ BACKEND = Backend(
     move=_move,
     facts=_facts,
     is_transformed=_is_transformed,
+    detach=torch.Tensor.detach,
     kernels=_KERNELS,
     num_threads=torch.get_num_threads,
     exported=to_dlpack,
