@@ -502,7 +502,7 @@ TEXTS: list[tuple[Callable[[], object], tuple[str, ...]]] = [
     (
         lambda: pq.quantize_tree({"layers": {1, 2}}, "nf4"),
         (
-            "layers is of type set; a tree holds dicts, lists, tuples and arrays.",
+            "layers is of type set; a tree holds dicts, lists, tuples, pytrees of JAX and arrays.",
             "[unsupported-tree]",
         ),
     ),

@@ -22,7 +22,7 @@ from polyquant.ops import concat, linear, matmul, propagation, quantize, stack
 from polyquant.qtensor import QTensor, from_data
 from polyquant.quality import Quality, measure
 from polyquant.scheme import Offset, QuantScheme, presets, scheme
-from polyquant.tree import quantize_tree
+from polyquant.tree import dequantize_tree, quantize_tree
 from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
 
 __version__ = "0.1.0"
@@ -39,6 +39,7 @@ __all__ = [
     "ScaleDtype",
     "TensorData",
     "concat",
+    "dequantize_tree",
     "device_of",
     "devices",
     "errors",

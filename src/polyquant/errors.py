@@ -468,7 +468,7 @@ class NothingMatches(PolyquantError, ValueError):
 class UnsupportedTree(PolyquantError, TypeError):
     """A leaf or container that a tree of parameters cannot have."""
 
-    message = "{path} is {got}; a tree holds dicts, lists, tuples and arrays."
+    message = "{path} is {got}; a tree holds dicts, lists, tuples, pytrees of JAX and arrays."
 
 
 class UnknownSlug(PolyquantError, ValueError):

@@ -1,11 +1,13 @@
-"""Quantizing what holds many arrays: state dicts, nested dicts, lists and tuples."""
+"""Quantizing what holds many arrays: state dicts, dicts, lists and tuples, modules of JAX."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from fnmatch import fnmatchcase
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from polyquant.arrays import FLOAT_DTYPES, describe, dtype_name, find_backend
 from polyquant.errors import InvalidArgument, NothingMatches, UnsupportedTree
@@ -26,8 +28,10 @@ def quantize_tree(
     """The same tree with its weights quantized; everything else is the same object as before.
 
     Args:
-        tree: dicts, lists, tuples (named ones too) and arrays, nested as they come. Leaves are
-            named by their dotted path ("encoder.layer.0.weight").
+        tree: dicts, lists, tuples (named ones too) and arrays, nested as they come; and what JAX
+            knows as pytrees, such as modules of Equinox and of Flax NNX and their states, which may
+            have leaves that are no arrays. Leaves are named by their dotted path
+            ("encoder.layer.0.weight"). An array that is there twice is quantized once.
         include: glob patterns of the names to quantize; by default all. They select float arrays
             with two axes or more; an array with fewer is quantized where its whole name is given.
         exclude: glob patterns of names to leave alone.
@@ -40,7 +44,33 @@ def quantize_tree(
         name: len(leaf.shape) if _is_float(leaf) else None for name, leaf in _leaves(tree, "", ())
     }
     chosen = set(select_weights(ranks, include, exclude))
-    return _rebuild(tree, "", made, chosen, calibration)
+    tied: dict[int, QTensor] = {}
+
+    def quantized(name: str, leaf: Any) -> Any:
+        if name not in chosen:
+            return leaf
+        if id(leaf) not in tied:
+            tied[id(leaf)] = quantize(leaf, made, calibration=calibration)
+        return tied[id(leaf)]
+
+    return _rebuild(tree, "", quantized)
+
+
+def dequantize_tree(tree: Any, dtype: Any = None) -> Any:
+    """The same tree with the values of its QTensors in their place; all else stays.
+
+    Code that knows nothing of QTensors runs on it: under ``jax.jit``, where the values may be
+    passing ones, ``dequantize_tree(module)(x)`` is a module's call.
+
+    Args:
+        tree: as in quantize_tree.
+        dtype: as in QTensor.dequantize.
+
+    Raises UnsupportedTree, UnsupportedDtype.
+    """
+    for _ in _leaves(tree, "", ()):  # refuses what is no tree, and what would never end
+        pass
+    return _rebuild(tree, "", lambda _, x: x.dequantize(dtype) if isinstance(x, QTensor) else x)
 
 
 def select_weights(
@@ -86,29 +116,64 @@ def _patterns(name: str, given: Any) -> list[str]:
     return list(found)
 
 
-def _children(tree: Any) -> list[tuple[str, Any]] | None:
-    """The named children of a container; None for a leaf."""
-    if isinstance(tree, Mapping):
-        return [(str(key), item) for key, item in tree.items()]
+class _Container(NamedTuple):
+    """The named children of a container, and what makes it anew of others in their place."""
+
+    children: list[tuple[str, Any]]
+    closed: Callable[[list[Any]], Any]
+    holds_anything: bool = False  # JAX's own may have leaves that are no arrays, such as functions
+
+
+def _opened(tree: Any) -> _Container | None:
+    """One level of a container; None for a leaf."""
+    if tree is None or isinstance(tree, QTensor) or find_backend(tree) is not None:
+        return None
     if isinstance(tree, list | tuple):
         names = getattr(tree, "_fields", range(len(tree)))
-        return [(str(name), item) for name, item in zip(names, tree, strict=True)]
-    return None
+        children = [(str(name), item) for name, item in zip(names, tree, strict=True)]
+        is_named = hasattr(tree, "_fields")
+        return _Container(
+            children, lambda made: type(tree)(*made) if is_named else type(tree)(made)
+        )
+    if "jax" in sys.modules and not isinstance(tree, dict):
+        containers = import_module("polyquant.backends.jax.containers")
+        found = containers.opened(tree)
+        if found is not None:
+            return _Container(found.children, found.closed, holds_anything=True)
+    if not isinstance(tree, Mapping):
+        return None
+
+    def closed(made: list[Any]) -> Any:
+        if not isinstance(tree, MutableMapping):
+            return dict(zip(tree, made, strict=True))
+        changed = copy(tree)  # which keeps a default factory or module metadata
+        changed.update(zip(tree, made, strict=True))
+        return changed
+
+    return _Container([(str(key), item) for key, item in tree.items()], closed)
 
 
-def _leaves(tree: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _leaves(
+    tree: Any, path: str, above: tuple[int, ...], *, holds_anything: bool = False
+) -> Iterator[tuple[str, Any]]:
     """Every leaf with its dotted name; ``above`` are the containers that hold this one."""
-    children = _children(tree)
-    if children is not None and id(tree) in above:
+    node = _opened(tree)
+    if node is not None and id(tree) in above:
         raise UnsupportedTree(path=path, got="one of the containers that it lies in")
-    if children is None:
+    if node is None:
         is_plain = tree is None or isinstance(tree, bool | int | float | str | QTensor)
-        if not is_plain and find_backend(tree) is None:
+        if not is_plain and not holds_anything and find_backend(tree) is None:
             raise UnsupportedTree(path=path or "The tree", got=describe(tree))
         yield path, tree
         return
-    for name, item in children:
-        yield from _leaves(item, f"{path}.{name}" if path else name, (*above, id(tree)))
+    lenient = holds_anything or node.holds_anything
+    for name, item in node.children:
+        below = (*above, id(tree))
+        yield from _leaves(item, _joined(path, name), below, holds_anything=lenient)
 
 
 def _is_float(leaf: Any) -> bool:
@@ -119,18 +184,9 @@ def _is_float(leaf: Any) -> bool:
     )
 
 
-def _rebuild(tree: Any, path: str, scheme: QuantScheme, chosen: set[str], calibration: str) -> Any:
-    children = _children(tree)
-    if children is None:
-        return quantize(tree, scheme, calibration=calibration) if path in chosen else tree
-    made = [
-        _rebuild(item, f"{path}.{name}" if path else name, scheme, chosen, calibration)
-        for name, item in children
-    ]
-    if isinstance(tree, MutableMapping):  # a copy keeps a default factory or module metadata
-        changed = copy(tree)
-        changed.update(zip(tree, made, strict=True))
-        return changed
-    if isinstance(tree, Mapping):
-        return dict(zip(tree, made, strict=True))
-    return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+def _rebuild(tree: Any, path: str, made: Callable[[str, Any], Any]) -> Any:
+    """The tree with ``made(name, leaf)`` in place of every leaf."""
+    node = _opened(tree)
+    if node is None:
+        return made(path, tree)
+    return node.closed([_rebuild(item, _joined(path, name), made) for name, item in node.children])
