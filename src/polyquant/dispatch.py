@@ -33,6 +33,7 @@ from polyquant.errors import (
     DeviceMismatch,
     InvalidArgument,
     KernelRefused,
+    LayoutRefused,
     NoKernel,
     NotAnArray,
     NotFloat,
@@ -271,7 +272,11 @@ def is_transformed(owner: Backend, *operands: Any) -> bool:
         arrays = x.parts().values() if isinstance(x, QTensor) else (x,)
         if any(owner.is_transformed(array) for array in arrays):
             return True
-        if isinstance(x, QTensor) and owner.name != "numpy" and x.is_stack:
+        if isinstance(x, QTensor) and x.is_stack:
+            if owner.name != "jax":
+                reason = f"it is a stack, which {owner.name} has no functions for"
+                fix = "Bring it to JAX with jax.device_put, or take one tensor with jax.tree.map"
+                raise LayoutRefused(scheme=str(x.scheme), shape=x.shape, reason=reason, fix=fix)
             return True
     return False
 

@@ -70,10 +70,17 @@ def plain(x: Array, owner: Backend) -> Array:
     return owner.detach(x)
 
 
-def check_values(x: Array, nonfinite: str, owner: Backend) -> str:
-    """Refuse NaN and infinity; returns the rule that then holds."""
+def check_values(x: Array, asked: str | None, owner: Backend) -> str:
+    """Refuse NaN and infinity; returns the rule that then holds.
+
+    Where values cannot be looked at it is "saturate", unless another was asked for.
+    """
     if owner.is_traced(x):
+        if asked == "raise":
+            wanted = "'saturate', or left out: x is traced, and has no values to look at"
+            raise InvalidArgument(name="nonfinite", wanted=wanted, got=asked)
         return "saturate"
+    nonfinite = asked or "raise"
     if all_finite(x, owner):
         return nonfinite
     xp = namespace(x)

@@ -42,7 +42,7 @@ def quantize(
     scales: Any = None,
     offsets: Any = None,
     table: Any = None,
-    nonfinite: str = "raise",
+    nonfinite: str | None = None,
     kernel: str | None = None,
 ) -> QTensor:
     """Quantize a float array on its own library and device.
@@ -62,7 +62,7 @@ def quantize(
         table: the entries of a "custom" lookup table (numbers, a NumPy array, or an array beside
             ``x``), or "kmeans" to fit one to ``x``.
         nonfinite: "raise", or "saturate": infinities go to the ends of the range and NaN to 0.
-            Under a tracer, which cannot look, always the latter.
+            Left out, the former; of a traced ``x``, which has no values to look at, the latter.
         kernel: a kernel's name, to use that one or raise.
 
     Raises:
@@ -86,7 +86,7 @@ def quantize_plain(
     scales: Any = None,
     offsets: Any = None,
     table: Any = None,
-    nonfinite: str = "raise",
+    nonfinite: str | None = None,
     kernel: str | None = None,
 ) -> QTensor:
     """``quantize`` of an array that nothing watches, by the kernels for plain ones."""
@@ -94,7 +94,8 @@ def quantize_plain(
     owner = check_float("x", x)
     check_kernel_name(kernel)
     made.scale_shape(x.shape)  # raises BlockRank
-    if not isinstance(nonfinite, str) or nonfinite not in ("raise", "saturate"):
+    is_name = isinstance(nonfinite, str) and nonfinite in ("raise", "saturate")
+    if nonfinite is not None and not is_name:
         raise InvalidArgument(name="nonfinite", wanted="'raise' or 'saturate'", got=nonfinite)
     name, argument = (calibration, None)
     if scales is None:

@@ -134,7 +134,7 @@ def quantize(
     scales: Any,
     offsets: Any,
     table: Any,
-    nonfinite: str,
+    nonfinite: str | None,
     kernel: Any,
 ) -> QTensor:
     """pq.quantize."""
@@ -144,7 +144,7 @@ def quantize(
     fitted = table if isinstance(table, str) else ""
     numbers = [_beside(x, given) for given in (block, whole, offsets, None if fitted else table)]
     parts = torch.ops.polyquant.quantize(
-        x.detach(), str(made), calibration, *numbers, fitted, nonfinite
+        x.detach(), str(made), calibration, *numbers, fitted, nonfinite or "raise"
     )
     return tensor_of(parts, made, x.shape, range(x.ndim))
 

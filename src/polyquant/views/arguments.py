@@ -16,6 +16,7 @@ from polyquant.errors import (
     InvalidArgument,
     InvalidAxes,
     InvalidIndex,
+    LayoutRefused,
 )
 from polyquant.qtensor import QTensor
 from polyquant.views.moves import Run, Shape
@@ -28,11 +29,18 @@ class Picks(NamedTuple):
     is_traced: bool
 
 
-def check_tensor(op: str, q: Any) -> None:
-    """Raises InvalidArgument for anything but a QTensor."""
+def check_tensor(op: str, q: Any, *, stacks: bool = False) -> None:
+    """Raises InvalidArgument for anything but a QTensor, LayoutRefused for a stack, save if taken.
+
+    Each tensor in a stack has a table or a tensor scale of its own, which no result could hold.
+    """
     if not isinstance(q, QTensor):
         wanted = f"a QTensor (of an array take {op} of its own library)"
         raise InvalidArgument(name=f"the operand of {op}", wanted=wanted, got=type(q).__name__)
+    if not stacks and q.is_stack:
+        reason = "it is a stack, whose tensors have stored arrays of their own"
+        fix = "Use jax.vmap, or take one tensor with jax.tree.map(lambda part: part[i], q)"
+        raise LayoutRefused(scheme=str(q.scheme), shape=q.shape, reason=reason, fix=fix)
 
 
 def axis_of(q: QTensor, axis: Any, *, new: int = 0) -> int:

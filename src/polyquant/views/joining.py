@@ -19,7 +19,7 @@ from polyquant.errors import (
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.tables import CUSTOM
-from polyquant.views.arguments import axis_of
+from polyquant.views.arguments import axis_of, check_tensor
 from polyquant.views.codes import joined_codes
 from polyquant.views.moves import Shape, cut, extent_for, simplest
 from polyquant.views.moving import (
@@ -84,6 +84,7 @@ def _checked(op: str, tensors: Any) -> list[QTensor]:
         raise InvalidArgument(name="tensors", wanted=wanted, got=tensors)
     first = parts[0]
     for number, part in enumerate(parts):
+        check_tensor(op, part)
         if part.device != first.device:
             one_library = part.device.partition(":")[0] == first.device.partition(":")[0]
             error = DeviceMismatch if one_library else BackendMismatch

@@ -44,7 +44,7 @@ def permute(q: QTensor, axes: Any) -> QTensor:
 
     Raises InvalidAxes.
     """
-    check_tensor("permute", q)
+    check_tensor("permute", q, stacks=True)
     order = axes_of(q, axes)
     if len(order) != q.ndim:
         raise InvalidAxes(got=order, rank=q.ndim, shape=q.shape)
@@ -53,13 +53,13 @@ def permute(q: QTensor, axes: Any) -> QTensor:
 
 def transpose(q: QTensor, axes: Any = None) -> QTensor:
     """``permute``, or all axes in reverse order: a view. Raises InvalidAxes."""
-    check_tensor("transpose", q)
+    check_tensor("transpose", q, stacks=True)
     return permute(q, tuple(reversed(range(q.ndim))) if axes is None else axes)
 
 
 def swapaxes(q: QTensor, axis1: int, axis2: int) -> QTensor:
     """Two axes exchanged: a view. Raises InvalidAxes."""
-    check_tensor("swapaxes", q)
+    check_tensor("swapaxes", q, stacks=True)
     first, second = axis_of(q, axis1), axis_of(q, axis2)
     order = list(range(q.ndim))
     order[first], order[second] = second, first
@@ -68,7 +68,7 @@ def swapaxes(q: QTensor, axis1: int, axis2: int) -> QTensor:
 
 def moveaxis(q: QTensor, source: Any, destination: Any) -> QTensor:
     """Axes moved to other places, the rest in order: a view. Raises InvalidAxes."""
-    check_tensor("moveaxis", q)
+    check_tensor("moveaxis", q, stacks=True)
     here, there = axes_of(q, source), axes_of(q, destination)
     if len(here) != len(there):
         raise InvalidAxes(got=(source, destination), rank=q.ndim, shape=q.shape)

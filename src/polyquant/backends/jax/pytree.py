@@ -19,7 +19,7 @@ from polyquant.arrays import find_backend
 from polyquant.codec import line_size_bytes
 from polyquant.data import stored_shape
 from polyquant.qtensor import QTensor, from_fields
-from polyquant.scheme import QuantScheme, scheme
+from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore
 
 #: The stored arrays: each a leaf, None, or a QTensor with leaves of its own.
@@ -131,13 +131,14 @@ def _unflatten(described: Static, arrays: Any) -> QTensor:
 
 
 def _as_bytes(described: Static) -> bytes:
-    form = {"scheme": described.scheme.to_json(), "shape": described.shape, "axes": described.axes}
-    return json.dumps(form).encode()
+    return json.dumps(vars(described) | {"scheme": described.scheme.to_json()}).encode()
 
 
 def _from_bytes(form: bytes) -> Static:
+    """Raises UnknownScheme, or what a scheme raises."""
     read = json.loads(form)
-    return static(scheme(read["scheme"]), tuple(read["shape"]), tuple(read["axes"]))
+    named = {name: tuple(x) if isinstance(x, list) else x for name, x in read.items()}
+    return Static(**named | {"scheme": QuantScheme.from_json(read["scheme"])})
 
 
 def register() -> None:

@@ -1,0 +1,106 @@
+"""What traced code cannot do, and operands that do not belong together: told before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyquant as pq
+from devices import needs
+from polyquant import errors
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+import jax.numpy as jnp  # noqa: E402
+
+import polyquant.jax as pqj  # noqa: E402
+
+X = jnp.ones((5, 32))
+
+
+def weight() -> Any:
+    return pq.quantize(X, "q4s")
+
+
+LOOKS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
+    "nonfinite": (
+        errors.InvalidArgument,
+        "nonfinite must be 'saturate', or left out: x is traced",
+        lambda x: pq.quantize(x, "q4s", nonfinite="raise"),
+    ),
+    "kmeans": (
+        errors.TracedCalibration,
+        r"Quantize outside it, or pass scales= computed before",
+        lambda x: pq.quantize(x, "u4[custom]/32:f16", table="kmeans"),
+    ),
+    "mse": (
+        errors.TracedCalibration,
+        "looks at the values",
+        lambda x: pqj.fake_quantize(x, "q4s", calibration="mse"),
+    ),
+    "percentile": (
+        errors.TracedCalibration,
+        "looks at the values",
+        lambda x: pq.quantize(x, "q4s", calibration="percentile"),
+    ),
+    "the host": (errors.UnsupportedArray, r"as under jax\.jit", lambda x: weight_of(x).to("numpy")),
+    "bytes": (errors.UnsupportedArray, r"as under jax\.jit", lambda x: weight_of(x).to_data()),
+    "numbers": (errors.UnsupportedArray, r"as under jax\.jit", lambda x: np.asarray(weight_of(x))),
+}
+
+
+def weight_of(x: Any) -> Any:
+    return pq.quantize(x, "q4s")
+
+
+@pytest.mark.parametrize("what", LOOKS)
+def test_requests_that_need_values_say_what_to_do(what: str) -> None:
+    error, text, run = LOOKS[what]
+    for transform in (jax.jit, jax.vmap, jax.checkpoint):
+        with pytest.raises(error, match=text):
+            transform(lambda x: (run(x), x)[1])(X)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum())])
+def test_another_library_in_traced_code_is_named_with_its_role(transform: Any) -> None:
+    host = weight().to("numpy")
+    with pytest.raises(errors.BackendMismatch) as found:
+        transform(lambda x: pq.matmul(x, host.T))(X)
+    text = str(found.value)
+    assert "a is a float32 array of shape" in text and "that jax traces; b is a q4s" in text
+    assert "on numpy" in text and "call b.to('jax:cpu:0')" in text
+    with pytest.raises(errors.BackendMismatch, match=r"weight is a q4s.* that jax traces"):
+        jax.jit(lambda q: pq.linear(np.ones((5, 32), np.float32), q))(weight())
+    with pytest.raises(errors.BackendMismatch, match=r"bias is a float32 array .* on numpy"):
+        jax.jit(lambda x: pq.linear(x, weight(), np.ones(5, np.float32)))(X)
+
+
+@needs("torch")
+def test_a_tensor_of_torch_in_traced_code() -> None:
+    there = weight().to("torch:cpu")
+    with pytest.raises(errors.BackendMismatch, match="on torch:cpu"):
+        jax.jit(lambda x: x @ there.T)(X)
+
+
+def test_a_tracer_belongs_to_the_device_that_it_meets() -> None:
+    """It has none of its own: what is closed over may lie on any."""
+    q = weight()
+    assert jax.jit(lambda x: x @ q.T)(X).shape == (5, 5)
+    elsewhere = q._replace(device="jax:cpu:1")  # one machine has one: only its name is another
+    with pytest.raises(errors.DeviceMismatch, match=r"call b\.to"):
+        X @ elsewhere.T
+    assert jax.jit(lambda x: x @ elsewhere.T)(X).shape == (5, 5)
+
+
+def test_integers_and_shapes_are_refused_under_tracing_too() -> None:
+    q = weight()
+    with pytest.raises(errors.NotFloat):
+        jax.jit(lambda x: x @ q.T)(X.astype("int32"))
+    with pytest.raises(errors.ShapeMismatch, match="inner extents differ"):
+        jax.jit(lambda x: x @ q)(X)
+    with pytest.raises(errors.NotFloat):
+        jax.jit(lambda x: pqj.fake_quantize(x, "q4s"))(X.astype("int32"))
+    with pytest.raises(errors.AlreadyQuantized):
+        pqj.fake_quantize(q, "q4s")
