@@ -113,13 +113,17 @@ def as_torch(array: Any) -> Any:
     return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8)).view(torch.float8_e4m3fn)
 
 
-def save_sparse(path: Path, **change: Any) -> tuple[Any, Any, Any]:
+def save_all(arrays: dict[str, Any], path: Path) -> None:
     from safetensors.torch import save_file as save_torch
 
+    save_torch({name: as_torch(array) for name, array in arrays.items()}, path)
+
+
+def save_sparse(path: Path, **change: Any) -> tuple[Any, Any, Any]:
     dense = (RNG.normal(size=(6, 36)) * (RNG.random((6, 36)) < 0.5)).astype(np.float32)
     codes, scales = dense.astype(ml_dtypes.float8_e4m3fn), RNG.random((6, 1), np.float32)
     made = sparse_arrays("a", dense) | sparse_arrays("b", codes) | {"b.weight_scale": scales}
-    save_torch({name: as_torch(array) for name, array in (made | change).items()}, path)
+    save_all(made | change, path)
     return dense, codes, scales
 
 
@@ -171,3 +175,98 @@ def test_sparse_formats_that_are_not_read(change: Any, tmp_path: Path) -> None:
     save_sparse(tmp_path / "x.safetensors")
     with pytest.raises(UnsupportedDtype, match="sparse-bitmask"):
         pq.open_checkpoint(tmp_path / "x.safetensors", config=SPARSE | change)
+
+
+# -- ModelOpt ---------------------------------------------------------------------------------
+
+
+def save_experts(path: Path, **change: Any) -> dict[str, Any]:
+    """Experts as ModelOpt 0.47 stores those of Llama 4, ``[experts, in, out]``; their values."""
+    codes = RNG.integers(0, 16, (3, 24, 32), np.uint8)  # [experts, out, in]
+    scales = (RNG.random((3, 24, 2)) + 0.5).astype(ml_dtypes.float8_e4m3fn)
+    wide = RNG.normal(size=(3, 32, 24)).astype(ml_dtypes.float8_e4m3fn)
+    made = {
+        "m.experts.up": low_first(codes).swapaxes(1, 2),
+        "m.experts.up_weight_scale": scales.swapaxes(1, 2),
+        "m.experts.up_weight_scale_2": np.asarray(0.3, np.float32),
+        "m.experts.up_input_scale": np.asarray(1, np.float32),
+        "m.q.weight": wide[0],
+        "m.q.weight_scale": np.asarray(0.7, np.float32),
+    }
+    save_all(made | change, path)
+    values = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    values = np.concatenate([values, -values])[codes]
+    scale = np.repeat(scales.astype(np.float32) * np.float32(0.3), 16, axis=2)
+    return {
+        "m.experts.up": (values * scale).swapaxes(1, 2),
+        "m.q.weight": wide[0].astype(np.float32) * np.float32(0.7),
+    }
+
+
+MIXED = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {
+        "m.experts": {"quant_algo": "NVFP4", "group_size": 16},
+        "m.q": {"quant_algo": "FP8"},
+    },
+}
+
+
+def test_experts_and_mixed_precisions_of_modelopt(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    wanted = save_experts(path)
+    with pq.open_checkpoint(path, config=MIXED) as ck:
+        assert ck.info("m.experts.up").shape == (3, 32, 24)
+        assert ck.info("m.experts.up").axes == ck["m.experts.up"].axes == (0, 2, 1)
+        for name, values in wanted.items():
+            np.testing.assert_array_equal(ck[name].dequantize(), values)
+        assert ck["m.experts.up_input_scale"] == 1
+
+
+def test_experts_of_one_scale(tmp_path: Path) -> None:
+    codes = RNG.normal(size=(3, 32, 24)).astype(ml_dtypes.float8_e4m3fn)
+    scale = np.asarray(0.3, np.float32)
+    change = {"m.experts.up": codes, "m.experts.up_weight_scale": scale}
+    save_experts(tmp_path / "x.safetensors", **change)
+    config = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    with pq.open_checkpoint(tmp_path / "x.safetensors", config=config) as ck:
+        wanted = codes.astype(np.float32) * scale
+        np.testing.assert_array_equal(ck["m.experts.up"].dequantize(), wanted)
+
+
+def test_groups_that_only_the_file_beside_tells(tmp_path: Path) -> None:
+    codes = RNG.integers(0, 256, (4, 32), np.uint8)
+    arrays = {"l.weight": codes, "l.weight_scale_2": np.asarray(1, np.float32)}
+    scales = np.ones((4, 2), ml_dtypes.float8_e4m3fn)
+    save_all(arrays | {"l.weight_scale": scales}, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A8_NVFP4_FP8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidHeader, match="must be F8_E4M3 of 4x4"):
+        pq.open_checkpoint(tmp_path)
+    own = {"quantization": {"quant_algo": "W4A8_NVFP4_FP8", "group_size": 32}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    with pq.open_checkpoint(tmp_path) as ck:
+        assert str(ck.info("l.weight").scheme) == "e2m1/32:ue4m3/tensor:f32"
+
+
+F8_OF_OTHER_AXES = np.ones((3, 16, 2), ml_dtypes.float8_e4m3fn)
+OTHER = {"m.experts": {"quant_algo": "MXFP8"}, "m.q": {"quant_algo": "FP8"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "layers", "error", "match"),
+    [
+        ({}, {}, InvalidHeader, "say nothing of"),
+        ({}, [1], InvalidHeader, "say nothing of"),
+        ({}, OTHER, UnsupportedDtype, "stacked experts in MXFP8"),
+        ({"_weight_scale": F8_OF_OTHER_AXES}, None, InvalidHeader, "must be F8_E4M3 of 3x2x24"),
+        ({"_weight_scale_2": np.ones(3, np.float32)}, None, InvalidHeader, "is not one number"),
+    ],
+)
+def test_experts_that_lie(change: Any, layers: Any, error: Any, match: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_experts(path, **{f"m.experts.up{suffix}": array for suffix, array in change.items()})
+    config = MIXED if layers is None else MIXED | {"quantized_layers": layers}
+    with pytest.raises(error, match=match):
+        pq.open_checkpoint(path, config=config)

@@ -37,6 +37,8 @@ class Layer:
     read: Callable[[], QTensor]
     #: What of its storage the tensor does not say, to write it back to the same bytes.
     origin: Mapping[str, Any] = field(default_factory=dict)
+    #: The order in which its axes are stored; None for their own.
+    axes: tuple[int, ...] | None = None
 
 
 class Made(NamedTuple):
@@ -197,5 +199,5 @@ def _plain_info(raw: RawTensor) -> TensorInfo:
 
 def _info(source: Source, layer: Layer) -> TensorInfo:
     nbytes = sum(raw.stop - raw.start for raw in map(source.raw, layer.uses))
-    axes = tuple(range(len(layer.shape)))
+    axes = layer.axes or tuple(range(len(layer.shape)))
     return TensorInfo(layer.name, layer.shape, None, layer.scheme, nbytes, axes)
