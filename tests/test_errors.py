@@ -686,6 +686,7 @@ CLASSES = {cls.__name__: cls for cls in CATALOGUE.values()}
 FOREIGN = {
     ("qtensor.py", "TypeError"): "what Python itself raises for len() of an array without axes",
     ("files/strict_json.py", "ValueError"): "what json's hooks raise; caught in the same module",
+    ("files/patterns.py", "re.error"): "what re raises; files/layers.py says it as InvalidHeader",
     ("cli/app.py", "typer.Exit"): "typer's way to set the exit status",
     ("cli/compare.py", "typer.Exit"): "typer's way to set the exit status",
     ("cli/convert.py", "typer.Exit"): "typer's way to set the exit status",

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from polyquant.arrays import HostArray
 from polyquant.errors import CorruptData, InvalidHeader, UnknownFormat, UnsupportedDtype
 from polyquant.files.checkpoint import Checkpoint, Entry
 from polyquant.files.container import Container, RawTensor
 from polyquant.files.info import FILE_DTYPES, TensorInfo
+from polyquant.files.patterns import found, matches
 from polyquant.files.probe import CONFIG, Probe
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
+
+T = TypeVar("T")
 
 #: The scale types of floats in files.
 FLOAT_SCALES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}.items()
@@ -133,6 +137,21 @@ class Source:
         return UnsupportedDtype(
             what=f"Layer {name!r} of {self.path}", dtype=str(what), known=", ".join(map(str, known))
         )
+
+    def matches(self, pattern: str, name: str) -> bool:
+        """Whether a pattern of the config matches the beginning of a name. Raises InvalidHeader."""
+        return self._found(matches, pattern, name)
+
+    def found(self, pattern: str, name: str) -> int | None:
+        """Where a pattern of the config first matches in a name. Raises InvalidHeader."""
+        return self._found(found, pattern, name)
+
+    def _found(self, rule: Callable[[str, str], T], pattern: str, name: str) -> T:
+        try:
+            return rule(pattern, name)
+        except re.error as error:
+            reason = f"{pattern[:100]!r} of its config is no pattern that is read ({error})"
+            raise self.fail(reason) from None
 
     def number(self, key: str, config: Mapping[str, Any] | None = None) -> int:
         """A whole number of the config. Raises InvalidHeader."""

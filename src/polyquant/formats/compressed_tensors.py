@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -120,7 +119,7 @@ def _group_of(
     source: Source, groups: list[tuple[list[str], Mapping[str, Any], str]], base: str
 ) -> tuple[Mapping[str, Any], str]:
     """The group of a layer: named or matched by a target, else one that targets a class."""
-    by_name = [g for g in groups if any(_names(target, base) for target in g[0])]
+    by_name = [g for g in groups if any(_names(source, target, base) for target in g[0])]
     by_class = [g for g in groups if any(_is_class(target) for target in g[0])]
     found = by_name or by_class
     if len(found) != 1:
@@ -129,13 +128,10 @@ def _group_of(
     return found[0][1], found[0][2]
 
 
-def _names(target: str, base: str) -> bool:
-    if not target.startswith("re:"):
-        return target == base or base.endswith(f".{target}")
-    try:
-        return re.match(target.removeprefix("re:"), base) is not None
-    except re.error:
-        return False
+def _names(source: Source, target: str, base: str) -> bool:
+    if target.startswith("re:"):
+        return source.matches(target.removeprefix("re:"), base)
+    return target == base or base.endswith(f".{target}")
 
 
 def _is_class(target: str) -> bool:

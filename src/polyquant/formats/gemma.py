@@ -8,7 +8,6 @@ Rows that fill no whole byte are told by ``config={"shapes": {"module.weight": [
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -79,10 +78,8 @@ def _bits(source: Source, base: str) -> int:
     modules = source.config.get("module_quant_configs") or {}
     if not isinstance(modules, Mapping):
         raise source.fail("module_quant_configs of its config is no object")
-    try:
-        found = [(m.start(), own) for p, own in modules.items() if (m := re.search(p, base))]
-    except re.error as error:
-        raise source.fail(f"a name in module_quant_configs is no pattern ({error})") from None
+    places = {pattern: source.found(pattern, base) for pattern in modules}
+    found = [(place, modules[pattern]) for pattern, place in places.items() if place is not None]
     if found:
         own = min(found, key=lambda pair: pair[0])[1]
         facts = {**facts, **own} if isinstance(own, Mapping) else facts

@@ -7,7 +7,6 @@ less one, as whole words less one in each field, so that a field of zero borrows
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -99,11 +98,7 @@ def _facts(source: Source, base: str) -> Mapping[str, Any]:
     for pattern, own in dynamic.items():
         if pattern.startswith("-:") or not isinstance(own, Mapping):
             continue
-        try:
-            found = re.match(pattern.removeprefix("+:"), base)
-        except re.error as error:
-            raise source.fail(f"{pattern!r} of its config is no pattern ({error})") from None
-        if found is not None:
+        if source.matches(pattern.removeprefix("+:"), base):
             return {**source.config, **own}
     return source.config
 
