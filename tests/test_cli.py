@@ -315,6 +315,23 @@ def test_compare_same_values_in_other_bits(model: Path, tmp_path: Path) -> None:
     assert {item["verdict"] for item in form["tensors"]} == {Verdict.EQUAL_VALUES}
 
 
+def test_compare_files_that_need_to_be_told(tmp_path: Path) -> None:
+    """A file of bare GPTQ arrays with its config elsewhere, and the same as plain arrays."""
+    ones = {"l.qweight": np.full((4, 32), 0x11111111, np.int32)}
+    ones |= {"l.qzeros": np.zeros((1, 4), np.int32), "l.scales": np.ones((1, 32), np.float32)}
+    save_file(ones, tmp_path / "a.safetensors")
+    save_file({"l.weight": np.ones((32, 32), np.float32)}, tmp_path / "b.safetensors")
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}
+    (tmp_path / "config.txt").write_text(json.dumps(config))
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    told = ("--format-b", "safetensors")
+    for said in (json.dumps(config), tmp_path / "config.txt"):
+        form = run_json("compare", *paths, "--config-a", said, *told)
+        assert [item["verdict"] for item in form["tensors"]] == [Verdict.EQUAL_VALUES]
+    form = run_json("compare", *reversed(paths), "--config-b", json.dumps(config))
+    assert form["differ"] == 0
+
+
 def test_compare_nan_is_a_difference(tmp_path: Path) -> None:
     for name, value in (("a", np.nan), ("b", 1.0)):
         save_file({"w": np.full(3, value, np.float32)}, tmp_path / f"{name}.safetensors")

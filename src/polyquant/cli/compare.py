@@ -9,11 +9,17 @@ from typing import Annotated, Any
 import typer
 
 from polyquant.cli import output
-from polyquant.cli.options import Json
-from polyquant.formats import open_checkpoint
+from polyquant.cli.options import Json, config_of
 from polyquant.models.comparison import Comparison, Verdict
 from polyquant.models.comparison import compare as compare_all
+from polyquant.models.resumable import Source
 from polyquant.quality import sqnr_db
+
+_FORMAT, _CONFIG = "{0}'s format, where it does not say.", "{0}'s config, where it lies elsewhere."
+_FormatA = Annotated[str | None, typer.Option(metavar="NAME", help=_FORMAT.format("A"))]
+_FormatB = Annotated[str | None, typer.Option(metavar="NAME", help=_FORMAT.format("B"))]
+_ConfigA = Annotated[str | None, typer.Option(metavar="PATH|JSON", help=_CONFIG.format("A"))]
+_ConfigB = Annotated[str | None, typer.Option(metavar="PATH|JSON", help=_CONFIG.format("B"))]
 
 #: Exit code when the checkpoints differ by more than the tolerance.
 DIFFERENT = 1
@@ -28,6 +34,10 @@ def compare(
         float,
         typer.Option(min=0.0, help="The largest relative error of a tensor that is no difference."),
     ] = 0.0,
+    format_a: _FormatA = None,
+    config_a: _ConfigA = None,
+    format_b: _FormatB = None,
+    config_b: _ConfigB = None,
     *,
     as_json: Json = False,
 ) -> None:
@@ -37,7 +47,11 @@ def compare(
 
     Example: `polyquant compare model.safetensors model-int8.safetensors --tolerance 0.01`
     """
-    results = _run(first, second, quiet=as_json)
+    sources = (
+        Source(first, format_a, config_of(config_a)),
+        Source(second, format_b, config_of(config_b)),
+    )
+    results = _run(*sources, quiet=as_json)
     beyond = [result for result in results if not result.is_within(tolerance)]
     if as_json:
         output.print_json(
@@ -55,11 +69,11 @@ def compare(
         raise typer.Exit(DIFFERENT)
 
 
-def _run(first: Path, second: Path, *, quiet: bool) -> list[Comparison]:
+def _run(first: Source, second: Source, *, quiet: bool) -> list[Comparison]:
     results = []
     with (
-        open_checkpoint(first) as left,
-        open_checkpoint(second) as right,
+        first.open() as left,
+        second.open() as right,
         output.progress(in_bytes=False, quiet=quiet) as bar,
     ):
         task = bar.add_task("", total=len(left))
