@@ -36,7 +36,8 @@ def _multiply_and_add(x: Any, weight: Any, bias: Array | None, activations: Any)
     if bias is None:
         return product(x, weight.mT, kind, first)
     wide = jnp.promote_types(kind, jnp.float32)
-    return (product(x, weight.mT, wide, first) + bias.astype(wide)).astype(kind)
+    total = product(x, weight.mT, wide, first)
+    return (total + jnp.broadcast_to(bias.astype(wide), total.shape)).astype(kind)
 
 
 KERNELS = (

@@ -144,7 +144,7 @@ def _plan_linear(x: Any, weight: Any, bias: Any, activations: Any) -> _Plan:
     run, native = choose(owner.name, problem).run, _result_dtype(x, weight, None)
     if bias is None:
         return lambda x, weight, bias, native: run(x, weight.mT, native), native
-    if bias.dtype == native == wide_of(bias, native):
+    if bias.dtype == native == wide_of(bias, native) and owner.name != "jax":
         return lambda x, weight, bias, native: run(x, weight.mT, native) + bias, native
     return multiply_and_add, None
 
@@ -195,8 +195,10 @@ def multiply_and_add(x: Any, weight: Any, bias: Any, activations: Any) -> Array:
     if bias is None:
         return multiply(left, transposed, native)
     xp, wide = namespace(bias), wide_of(bias, native)
-    total = multiply(left, transposed, wide) + xp.astype(bias, wide, copy=False)
-    return xp.astype(total, native, copy=False)
+    total = multiply(left, transposed, wide)
+    # JAX can be set to refuse arrays of fewer axes beside others.
+    row = xp.reshape(xp.astype(bias, wide, copy=False), (1,) * (total.ndim - 1) + (-1,))
+    return xp.astype(total + row, native, copy=False)
 
 
 def wide_of(array: Array, kind: Any) -> Any:
