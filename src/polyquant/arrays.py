@@ -47,7 +47,9 @@ class Backend:
     products on the CPU, 0 where it has none; ``exported`` gives an array of the CPU to
     compiled code (by DLPack or the buffer protocol).
     ``any_rank`` says that take and searchsorted have indices of any rank, beyond the standard:
-    flattening them would bring the shards of an array together.
+    flattening them would bring the shards of an array together. ``adopted`` gives an array of
+    another library as one of this, on the device where it lies, without a copy (by DLPack); None
+    where a host array shares the memory as well.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Backend:
     num_threads: Callable[[], int] = lambda: 0
     exported: Callable[[Array], Any] = lambda array: array
     any_rank: bool = False
+    adopted: Callable[[Array], Array | None] | None = None
 
 
 #: Backend -> its module. A new backend is one line here and one file.
@@ -160,6 +163,16 @@ def backend_of_device(device: str) -> tuple[Backend, str]:
     is_standard = name not in BACKENDS and hasattr(sys.modules.get(name), "__array_api_version__")
     found = _standard(name) if is_standard else backend(name)
     return found, found.canonical_device(device)
+
+
+def are_one_place(first: str, second: str) -> bool:
+    """Whether devices of two libraries have the same memory: "torch:cuda:1" and "jax:gpu:1"."""
+    return _memory(first) == _memory(second)
+
+
+def _memory(device: str) -> tuple[str, str]:
+    kind, _, index = device.partition(":")[2].partition(":")
+    return {"cuda": "gpu", "": "cpu"}.get(kind, kind), index or "0"
 
 
 @lru_cache(maxsize=256)

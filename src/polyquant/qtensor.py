@@ -8,6 +8,7 @@ from typing import Any
 
 from polyquant.arrays import (
     Array,
+    are_one_place,
     backend_of,
     backend_of_device,
     dtype,
@@ -209,8 +210,9 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
     def to(self, device: str) -> QTensor:
         """The same bits on another device or in another library ("numpy", "torch:cuda:0", ...).
 
-        Memory is shared where the libraries can share it; a copy in another library is not tracked
-        by autograd. Raises UnknownDevice, BackendMissing, UnsupportedArray (no values to be read).
+        Memory is shared where the libraries can share it (JAX takes over what begins at a multiple
+        of 64 bytes); a copy in another library is not tracked by autograd. Raises UnknownDevice,
+        BackendMissing, UnsupportedArray (no values to be read).
         """
         target, device = backend_of_device(device)
         if device == self.device:
@@ -219,8 +221,13 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
         if source is target:
             return self._map(lambda array: target.move(array, device), device)
         wanted = {part.name: part.dtype for part in stored_parts(self.scheme, self.stored_shape)}
+        adopted = target.adopted if source.adopted and are_one_place(self.device, device) else None
 
         def sent(name: str, array: Array) -> Array:
+            if adopted is not None and not source.is_traced(array):
+                made = adopted(array)
+                if made is not None:
+                    return made
             # A bare standard library holds 16-bit floats in float32; elsewhere they are themselves.
             host = source.to_host(array).astype(host_dtype(wanted[name]), copy=False)
             return target.from_host(host, device)

@@ -172,5 +172,6 @@ BACKEND = Backend(
     kernels=_KERNELS,
     num_threads=torch.get_num_threads,
     exported=to_dlpack,
+    adopted=torch.from_dlpack,
     functions={"erf": torch.special.erf, "clip": _clip, "put_at": _put},
 )
