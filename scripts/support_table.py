@@ -16,7 +16,7 @@ from polyquant.kernel import Problem, bucket
 from polyquant.scheme import QuantScheme, parse, presets
 
 #: (backend, kind of device) of every column.
-COLUMNS = (("numpy", "cpu"), ("torch", "cpu"), ("torch", "cuda"), ("jax", "cpu"), ("jax", "cuda"))
+COLUMNS = (("numpy", "cpu"), ("torch", "cpu"), ("torch", "cuda"), ("jax", "cpu"), ("jax", "gpu"))
 EXTENT = 4096
 ACTIVATIONS = "q8s/row:f32"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyquant.arrays import Array, namespace
+from polyquant.arrays import Array, find_backend, namespace
 from polyquant.scheme import QuantScheme
 from polyquant.values import TINY, OffsetKind, QuantMode, ScaleDtype, ScaleRole
 
@@ -18,8 +18,13 @@ def flush(x: Array) -> Array:
 
 
 def divide(a: Array, b: Array | float) -> Array:
-    """``a / b`` as a true division under every compiler: the divisor is made elementwise."""
-    return a / (a * 0.0 + b)
+    """``a / b`` as a true division under every compiler: the divisor is made elementwise.
+
+    A library that rounds twice somewhere has a ``quotient`` of its own.
+    """
+    owner = find_backend(a)
+    own = None if owner is None else owner.functions.get("quotient")
+    return a / (a * 0.0 + b) if own is None else own(a, b)
 
 
 def as_role(scale: Array, scheme: QuantScheme) -> Array:

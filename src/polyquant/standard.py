@@ -430,7 +430,7 @@ def _scaled(xp: Any, x: Array, scale: Divisor, run: Rows) -> Array:
         before = up if before is None else before * up
     empty = value == 0
     ones = xp.ones_like(value)
-    reciprocal = xp.where(empty, xp.zeros_like(value), ones / xp.where(empty, ones, value))
+    reciprocal = xp.where(empty, xp.zeros_like(value), divide(ones, xp.where(empty, ones, value)))
     if before is not None:
         x = x * spread(xp, before, run.blocks)
     return x * spread(xp, reciprocal, run.blocks)
@@ -543,7 +543,9 @@ def matmul(a: Array, b: Array, kind: Any) -> Array:
     def entering(side: Array) -> Array:
         return dequantize(side, wide) if isinstance(side, QTensor) else xp.astype(side, wide)
 
-    return xp.astype(xp.matmul(entering(a), entering(b)), kind)
+    left = entering(a)
+    multiply = backend_of(left).functions.get("matmul", xp.matmul)
+    return xp.astype(multiply(left, entering(b)), kind)
 
 
 def _is_f64(xp: Any, side: Array) -> bool:

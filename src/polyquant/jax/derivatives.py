@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from polyquant import standard
 from polyquant.arrays import namespace
+from polyquant.backends.jax.division import matmul
 from polyquant.blocks import Blocks, Rows, blocks_of, merge, split, spread
 from polyquant.codec import unpack
 from polyquant.ops.conversion import decode, quantize_plain
@@ -220,7 +221,8 @@ def _multiplied(
     factor = entering(other() if callable(other) else other)
     change = change.astype(factor.dtype)
     pair = (change, factor) if is_left else (factor, change)
-    return jnp.matmul(*pair, precision="highest")
+    made: Array = matmul(*pair)
+    return made
 
 
 def _wide(a: Any, b: Any, kind: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from polyquant.arrays import Array, place
+from polyquant.arrays import Array, backend_of, place
 from polyquant.data import is_whole
 from polyquant.errors import InvalidArgument, ShapeMismatch
 from polyquant.ops.operands import check_array, enter
@@ -116,7 +116,8 @@ def convolve(xp: Any, x: Array, weight: Array, by: Window, size: Pair) -> Array:
     inner = channels // by.groups * height * width
     patches = xp.reshape(patches, (batch, by.groups, inner, size[0] * size[1]))
     kernels = xp.reshape(weight, (by.groups, out // by.groups, inner))
-    return xp.reshape(xp.matmul(kernels, patches), (batch, out, *size))
+    multiply = backend_of(x).functions.get("matmul", xp.matmul)
+    return xp.reshape(multiply(kernels, patches), (batch, out, *size))
 
 
 def _every(start: int, axis: int, by: Window, size: Pair) -> slice:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from polyquant.arrays import READ, Backend, HostArray
-from polyquant.backends.jax import pytree
+from polyquant.backends.jax import division, pytree
 from polyquant.errors import UnknownDevice, UnsupportedArray
 
 
@@ -106,7 +106,7 @@ def _move(array: Any, device: str) -> Any:
 def _adopted(array: Any) -> Any:
     """A tensor of torch's on a GPU. Those of the CPU share memory as host arrays do."""
     is_host = array.device.type == "cpu"
-    return None if is_host else jax.dlpack.from_dlpack(array.contiguous())
+    return None if is_host else jax.dlpack.from_dlpack(array.detach().contiguous())
 
 
 def _put(line: Any, positions: Any, values: Any, add: bool) -> Any:
@@ -132,7 +132,12 @@ BACKEND = Backend(
         "cpu": ("polyquant.jax.transforms", "polyquant.backends.definition"),
         "*": ("polyquant.jax.transforms", "polyquant.backends.jax.accelerators"),
     },
-    functions={"erf": jax.scipy.special.erf, "put_at": _put},
+    functions={
+        "erf": jax.scipy.special.erf,
+        "put_at": _put,
+        "quotient": division.divide,
+        "matmul": division.matmul,
+    },
     any_rank=True,
     adopted=_adopted,
 )
