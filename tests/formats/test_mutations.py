@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import polyquant as pq
+from layouts import MIXED, SPARSE, int4_file, save_experts, save_sparse
 from peers import FOLDERS, fixture, names
 from polyquant.errors import PolyquantError
 from polyquant.formats import FORMATS, TensorInfo
@@ -179,6 +180,21 @@ def test_damaged_files_of_other_tools(format: str, tmp_path: Path) -> None:
     if not files:
         pytest.skip("the files of other tools are not on this machine")
     check_mutations(files, format, tmp_path)
+
+
+#: Format -> a maker of a file of it, and its config.
+BY_HAND: dict[str, tuple[Any, Any]] = {
+    "torchao": (int4_file, None),
+    "compressed-tensors": (save_sparse, SPARSE),
+    "modelopt": (save_experts, MIXED),
+}
+
+
+@pytest.mark.parametrize("format", BY_HAND)
+def test_damaged_files_made_by_hand(format: str, tmp_path: Path) -> None:
+    make, config = BY_HAND[format]
+    make(tmp_path / "source.safetensors")
+    check_mutations([(tmp_path / "source.safetensors", config)], format, tmp_path)
 
 
 def test_damaged_files_of_burn(tmp_path: Path) -> None:

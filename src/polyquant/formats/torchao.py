@@ -145,7 +145,7 @@ def _int4(source: Source, name: str, facts: Mapping[str, Any]) -> Layer:
     scale, zeros = source.scale(_field(name, "scale"), stored), _field(name, "zero_point")
     if source.scale(zeros, stored) != scale:
         raise source.fail(f"the zero points and the scales of {name!r} have different dtypes")
-    if source.read(zeros).any():
+    if np.frombuffer(source.raw_bytes(zeros), np.uint8).any():
         scheme = QuantScheme("u4[signed4]", block=block, scale=scale, offset=f"bias:{scale}")
     else:  # which it always has, for activations in fp8
         scheme = QuantScheme("q4f", block=block, scale=scale)
