@@ -16,7 +16,8 @@ import numpy as np
 
 Array = Any
 
-_SIGN, _EXPONENT, _FRACTION, _ONE = np.uint32([1 << 31, 0xFF << 23, 0x7FFFFF, 0x800000])
+_SIGN, _EXPONENT = np.uint32(1 << 31), np.uint32(0xFF << 23)
+_FRACTION, _ONE = np.uint32(0x7FFFFF), np.uint32(0x800000)
 _BIAS = 127
 
 
@@ -31,10 +32,9 @@ def divide(a: Array, b: Any) -> Array:
     if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
         return jax.lax.platform_dependent(a, b, cpu=jnp.divide, default=quotient)
     on_cpu = next(iter(a.devices())).platform == "cpu"
-    return a / b if on_cpu else quotient(a, b)
+    return a / b if on_cpu else _compiled(a, b)
 
 
-@jax.jit
 def quotient(a: Array, b: Array) -> Array:
     """``a / b`` of float32 by integers, for arrays of one shape; NaN and infinities as IEEE 754."""
     of_a, of_b = (jax.lax.bitcast_convert_type(x, jnp.uint32) for x in (a, b))
@@ -54,6 +54,9 @@ def quotient(a: Array, b: Array) -> Array:
     return jnp.where(
         _is_plain(exponents), jax.lax.bitcast_convert_type(found, jnp.float32), _special(a, b, sign)
     )
+
+
+_compiled = jax.jit(quotient)
 
 
 def _rounded(digits: Array, is_more: Array, exponent: Array) -> Array:

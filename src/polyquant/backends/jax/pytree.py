@@ -137,7 +137,9 @@ def _as_bytes(described: Static) -> bytes:
 def _from_bytes(form: bytes) -> Static:
     """Raises UnknownScheme, or what a scheme raises."""
     read = json.loads(form)
-    named = {name: tuple(x) if isinstance(x, list) else x for name, x in read.items()}
+    named: dict[str, Any] = {
+        name: tuple(x) if isinstance(x, list) else x for name, x in read.items()
+    }
     return Static(**named | {"scheme": QuantScheme.from_json(read["scheme"])})
 
 
