@@ -22,7 +22,7 @@ from polyquant.ops import concat, linear, matmul, propagation, quantize, stack
 from polyquant.qtensor import QTensor, from_data
 from polyquant.quality import Quality, measure
 from polyquant.scheme import Offset, QuantScheme, presets, scheme
-from polyquant.tree import dequantize_tree, quantize_tree
+from polyquant.tree import dequantize_tree, flatten_tree, quantize_tree, unflatten_tree
 from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
 
 __version__ = "0.1.0"
@@ -44,6 +44,7 @@ __all__ = [
     "devices",
     "errors",
     "explain",
+    "flatten_tree",
     "from_data",
     "is_quantized",
     "linear",
@@ -64,4 +65,5 @@ __all__ = [
     "stack",
     "supports",
     "tune",
+    "unflatten_tree",
 ]

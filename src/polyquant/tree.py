@@ -5,12 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from polyquant.arrays import FLOAT_DTYPES, describe, dtype_name, find_backend
-from polyquant.errors import InvalidArgument, NothingMatches, UnsupportedTree
+from polyquant.errors import (
+    InvalidArgument,
+    InvalidName,
+    NothingMatches,
+    ShapeMismatch,
+    TensorNotFound,
+    UnsupportedTree,
+)
 from polyquant.ops import quantize
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
@@ -71,6 +79,49 @@ def dequantize_tree(tree: Any, dtype: Any = None) -> Any:
     for _ in _leaves(tree, "", ()):  # refuses what is no tree, and what would never end
         pass
     return _rebuild(tree, "", lambda _, x: x.dequantize(dtype) if isinstance(x, QTensor) else x)
+
+
+def flatten_tree(tree: Any) -> dict[str, Any]:
+    """The arrays and QTensors of a tree by their dotted names: what pq.save takes.
+
+    Raises UnsupportedTree, and InvalidName where two have one name.
+    """
+    found: dict[str, Any] = {}
+    for name, leaf in _leaves(tree, "", (), holds_anything=True):
+        if _has_shape(leaf):
+            if name in found:
+                raise InvalidName(name=name, reason="two leaves of the tree have that name")
+            found[name] = leaf
+    return found
+
+
+def unflatten_tree(tree: Any, tensors: Mapping[str, Any]) -> Any:
+    """The same tree with other arrays and QTensors of the same names and shapes.
+
+    Args:
+        tree: as in quantize_tree; its arrays may be any that have a shape, such as those that
+            jax.eval_shape gives. What is no array stays.
+        tensors: all that flatten_tree names, such as pq.load gives.
+
+    Raises TensorNotFound, ShapeMismatch, InvalidArgument for a name that the tree does not have.
+    """
+    named = flatten_tree(tree)
+    unknown = sorted(set(tensors) - set(named))
+    if unknown:
+        raise InvalidArgument(name="tensors", wanted="names of the tree's arrays", got=unknown)
+    for name, leaf in named.items():
+        if name not in tensors:
+            near = get_close_matches(name, list(tensors), n=3, cutoff=0.0)
+            raise TensorNotFound(path="tensors", name=name, nearest=", ".join(near) or "none")
+        shape, got = tuple(leaf.shape), tuple(tensors[name].shape)
+        if shape != got:
+            reason = f"{name} has the first shape in the tree, and the second came"
+            raise ShapeMismatch(op="unflatten_tree", left=shape, right=got, reason=reason)
+    return _rebuild(tree, "", lambda name, x: tensors[name] if _has_shape(x) else x)
+
+
+def _has_shape(leaf: Any) -> bool:
+    return isinstance(leaf, QTensor) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
 
 def select_weights(

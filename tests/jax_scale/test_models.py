@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,19 @@ def test_states_of_nnx_are_quantized_and_put_back(nnx: Any) -> None:
     assert pq.is_quantized(nnx.merge(graph, again).layers[1].kernel.get_value())
     pure = pq.quantize_tree(nnx.to_pure_dict(nnx.state(_block(nnx))), "q8s/row:f32")
     assert pq.is_quantized(pure["layers"][0]["kernel"])
+
+
+def test_modules_are_saved_by_name_and_filled_again(nnx: Any, eqx: Any, tmp_path: Path) -> None:
+    path = tmp_path / "module.safetensors"
+    mlp = pq.quantize_tree(eqx.nn.MLP(32, 8, 64, 2, key=jax.random.key(0)), "nf4")
+    params = pq.quantize_tree(nnx.state(_block(nnx), nnx.Param), "nf4")
+    empty = eqx.filter_eval_shape(lambda: eqx.nn.MLP(32, 8, 64, 2, key=jax.random.key(0)))
+    for tree, template in ((mlp, empty), (params, nnx.state(_block(nnx), nnx.Param))):
+        pq.save(path, pq.flatten_tree(tree))
+        found = pq.unflatten_tree(template, pq.load(path, "jax:cpu:0"))
+        assert _quantized_names(found) == _quantized_names(tree)
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True)
+        assert all(a is b or host(a).tobytes() == host(b).tobytes() for a, b in pairs)
 
 
 def test_modules_of_equinox_run_as_they_are(eqx: Any) -> None:
