@@ -23,7 +23,7 @@ def int4_file(path: Path, kind: str = "Int4Tensor", *, zero: float = 1.0, **chan
     """A file with an Int4Tensor of 2 matrices of 6 x 64 in groups of 32; its values."""
     codes = RNG.integers(-8, 8, (2, 6, 64), np.int8)
     scales, zeros = (RNG.normal(size=(2, 2, 6)).astype(BF16) for _ in range(2))
-    zeros = (zeros * BF16(zero)).astype(BF16)
+    zeros = zeros if zero else np.zeros_like(zeros)
     arrays = {
         "m._weight_qdata": low_first(codes).view(np.int8),
         "m._weight_scale": scales,
