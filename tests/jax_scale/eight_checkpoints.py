@@ -99,6 +99,28 @@ def test_orbax_restores_where_it_is_told(tree: Any, mesh: Mesh, tmp_path: Path) 
     assert again["affine"].device == "jax:cpu:0"
 
 
+def test_a_tree_to_restore_into_needs_no_weights(mesh: Mesh, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
+    places = NamedSharding(mesh, P("model"))
+
+    def quantized(params: Any) -> Any:
+        return pq.quantize_tree(params, "nf4")
+
+    shapes = {"w": jax.ShapeDtypeStruct(x.shape, x.dtype)}
+    empty = jax.eval_shape(quantized, shapes)
+    wanted = jax.tree.map(
+        lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place),
+        empty,
+        shardings(empty, places),
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "tree", quantized({"w": jnp.asarray(x)}))
+        checkpointer.wait_until_finished()
+        found = checkpointer.restore(tmp_path / "tree", wanted)
+    assert found["w"].to_data() == pq.quantize(x, "nf4").to_data()
+    assert found["w"].scales.sharding.spec == P("model", None)
+
+
 def test_orbax_keeps_steps_of_training(tree: Any, tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path) as manager:
         for step in range(2):

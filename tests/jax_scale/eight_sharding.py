@@ -137,6 +137,18 @@ def test_trees_of_arrays_and_tensors_are_placed_together(mesh: Mesh) -> None:
     assert made["b"] == by_rows and made["w"].table.spec == P()
 
 
+def test_under_a_tracer_shardings_are_constraints(mesh: Mesh) -> None:
+    where, copies = NamedSharding(mesh, P("data", "model")), NamedSharding(mesh, P())
+    q = shard(quantized("u4/32:f16-zero:u4"), copies)
+    made = jax.jit(lambda q: shard(q, where))(q)
+    assert made.to_data() == q.to_data()
+    assert made.data.sharding.spec == made.offsets.sharding.spec == P("data", "model")
+    given = jax.jit(lambda q: q, out_shardings=shardings(q, where))(q)
+    assert given.data.sharding.spec == P("data", "model")
+    with pytest.raises(pq.errors.ShardingRefused):
+        jax.jit(lambda q: shard(q, where))(shard(quantized("q4s/32:f16", (8, 32)), copies))
+
+
 # -- refusals -----------------------------------------------------------------------------------
 
 
