@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 
 import polyquant as pq
-from peers import assert_same, decoded, fixture, names
+from peers import Host, assert_same, decoded, fixture, names
 from polyquant.errors import CorruptData, InvalidName, UnsupportedDtype
 from polyquant.formats import WRITERS, TensorInfo
 from polyquant.formats.bitsandbytes import VARIANTS
@@ -166,40 +166,91 @@ def test_compressed_tensors_reads_what_we_write(scheme: str, tmp_path: Path) -> 
     np.testing.assert_array_equal(made.float().numpy(), wanted)
 
 
-@needs("compressed_tensors")
-@needs("transformers")
-@pytest.mark.filterwarnings("ignore")  # of the libraries' own code
-def test_transformers_loads_a_folder_that_we_write(tmp_path: Path) -> None:
-    """A small model converted as a whole: the same logits as with the dequantized weights."""
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A small model, saved in the folder ``name_or_path``."""
+    transformers = pytest.importorskip("transformers", reason="no transformers")
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        tie_word_embeddings=False,
-    )
-    for folder in ("in", "out"):
-        (tmp_path / folder).mkdir()
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(tmp_path / "in")
-    source, target = resumable.Source(tmp_path / "in"), target_of("compressed-tensors:w4a16")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, **heads, vocab_size=64, tie_word_embeddings=False)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.name_or_path = str(tmp_path_factory.mktemp("llama"))
+    model.save_pretrained(model.name_or_path)
+    return model
+
+
+def converted(llama: Any, to: str, folder: Path) -> dict[str, Host]:
+    """The model's folder converted to another; the values that it then has, which it gets too."""
+    import torch
+
+    source, target = resumable.Source(Path(llama.name_or_path)), target_of(to)
     with source.open() as ck:
         steps = plan(ck, target, exclude=["*embed*", "lm_head*"], requantize=True)
-    resumable.run(source, target, tmp_path / "out" / "model.safetensors", steps)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    with pq.open_checkpoint(tmp_path / "out") as ck:
-        assert ck.format == "compressed-tensors"
-        values = {name: torch.tensor(decoded(ck[name])) for name in ck}
-    model.load_state_dict(values)
-    tokens = torch.arange(12)[None]
+    resumable.run(source, target, folder / "model.safetensors", steps)
+    with pq.open_checkpoint(folder) as ck:
+        assert ck.format == target.format
+        assert sum(scheme is not None for scheme in ck.schemes().values()) == 14
+        values = {name: decoded(ck[name]) for name in ck}
+    llama.load_state_dict({name: torch.tensor(array) for name, array in values.items()})
+    return values
+
+
+def logits(model: Any) -> Host:
+    import torch
+
     with torch.no_grad():
-        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+        made: Host = model(torch.arange(12)[None]).logits.numpy()
+    return made
+
+
+@needs("compressed_tensors")
+@pytest.mark.filterwarnings("ignore")  # of the libraries' own code
+def test_transformers_loads_compressed_tensors(llama: Any, tmp_path: Path) -> None:
+    """A small model converted as a whole: the same logits as with the dequantized weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    converted(llama, "compressed-tensors:w4a16", tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    np.testing.assert_array_equal(logits(loaded), logits(llama))
+
+
+@needs("bitsandbytes")
+@pytest.mark.parametrize("variant", ["nf4", "nf4-double"])
+@pytest.mark.filterwarnings("ignore")  # of the libraries' own code
+def test_transformers_loads_bitsandbytes(variant: str, llama: Any, tmp_path: Path) -> None:
+    """The same weights; its products on a CPU are in bfloat16."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+    from transformers import AutoModelForCausalLM
+
+    values = converted(llama, f"bitsandbytes:{variant}", tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    layers = {name: m for name, m in loaded.named_modules() if isinstance(m, Linear4bit)}
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        np.testing.assert_array_equal(weight.float().numpy(), values[f"{name}.weight"])
+    got, wanted = logits(loaded), logits(llama)
+    assert np.abs(got - wanted).max() < 0.02 * np.abs(wanted).max()
+
+
+@needs("mlx_lm")
+@pytest.mark.parametrize(("variant", "bound"), [("4bit", 0.02), ("mxfp4", 1e-5), ("nvfp4", 1e-5)])
+def test_mlx_lm_loads_a_folder(variant: str, bound: float, llama: Any, tmp_path: Path) -> None:
+    """The same logits; under scales in bfloat16, so are its products."""
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    converted(llama, f"mlx:{variant}", tmp_path)
+    loaded, _ = load_model(tmp_path)
+    made = np.asarray(loaded(mx.arange(12)[None]).astype(mx.float32))
+    wanted = logits(llama)
+    assert np.abs(made - wanted).max() < bound * np.abs(wanted).max()
 
 
 @needs("mlx")

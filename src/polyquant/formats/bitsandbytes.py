@@ -48,7 +48,7 @@ FACTS = Facts(
     exact="bit-equal",
     writes="the same",
     bytes="yes",
-    checked="bitsandbytes 0.50.2",
+    checked="bitsandbytes 0.50.2, transformers 5.24",
 )
 _STATE = ".quant_state.bitsandbytes__"
 _TYPES = ("nf4", "fp4")

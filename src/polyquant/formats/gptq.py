@@ -44,7 +44,7 @@ FACTS = Facts(
     exact="bit-equal to float32",
     writes="2, 3, 4 and 8 bits; version 2, and what was read of version 1 as that",
     bytes="yes, but for split planes",
-    checked="by hand, from the published layout",
+    checked="by hand, from the published layout; files of GPTQModel come back byte for byte",
 )
 #: Names of the format in configs -> whether zero points are stored less one.
 _VERSIONS: Mapping[Any, bool] = MappingProxyType(

@@ -44,7 +44,7 @@ FACTS = Facts(
     exact="bit-equal to float32",
     writes="the same, but for metal",
     bytes="yes",
-    checked="mlx 0.32.4",
+    checked="mlx 0.32.4, mlx-lm 0.32.2",
 )
 _MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 _GROUP_SIZES = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16}.items()
