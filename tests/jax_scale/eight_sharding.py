@@ -146,7 +146,7 @@ def test_under_a_tracer_shardings_are_constraints(mesh: Mesh) -> None:
     given = jax.jit(lambda q: q, out_shardings=shardings(q, where))(q)
     assert given.data.sharding.spec == P("data", "model")
     with pytest.raises(pq.errors.ShardingRefused):
-        jax.jit(lambda q: shard(q, where))(shard(quantized("q4s/32:f16", (8, 32)), copies))
+        jax.jit(lambda q: shard(q, where))(shard(quantized("q4s/32:f16", (8, 96)), copies))
 
 
 # -- refusals -----------------------------------------------------------------------------------
