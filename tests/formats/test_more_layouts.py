@@ -172,3 +172,49 @@ def test_experts_that_lie(change: Any, layers: Any, error: Any, match: str, tmp_
     config = MIXED if layers is None else MIXED | {"quantized_layers": layers}
     with pytest.raises(error, match=match):
         pq.open_checkpoint(path, config=config)
+
+
+# -- fp8 --------------------------------------------------------------------------------------
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [8, 16]}
+
+
+def test_stacks_of_experts_in_squares(tmp_path: Path) -> None:
+    """The last squares of a line are cut, as those of single weights may be."""
+    codes = RNG.normal(size=(3, 24, 40)).astype(ml_dtypes.float8_e4m3fn)
+    scales = RNG.random((3, 3, 3), np.float32)
+    path = tmp_path / "x.safetensors"
+    save_all({"m.experts.up": codes, "m.experts.up_scale_inv": scales}, path)
+    wide = np.repeat(np.repeat(scales, 8, axis=1), 16, axis=2)[:, :24, :40]
+    with pq.open_checkpoint(path, config=FP8) as ck:
+        assert str(ck.info("m.experts.up").scheme) == "e4m3/8x16:f32"
+        np.testing.assert_array_equal(
+            ck["m.experts.up"].dequantize(), codes.astype(np.float32) * wide
+        )
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_inverse_scale(shape: Any, tmp_path: Path) -> None:
+    codes = RNG.normal(size=(6, 8)).astype(ml_dtypes.float8_e4m3fn)
+    arrays = {"l.weight": codes, "l.weight_scale_inv": np.full(shape, 0.3, np.float32)}
+    save_all(arrays, tmp_path / "x.safetensors")
+    with pq.open_checkpoint(tmp_path / "x.safetensors", config={"quant_method": "fp8"}) as ck:
+        wanted = codes.astype(np.float32) * np.float32(0.3)
+        np.testing.assert_array_equal(ck["l.weight"].dequantize(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "error", "match"),
+    [
+        ({"m.up": (4, 8)}, InvalidHeader, "'m.up' has no scales"),
+        ({"m.weight": (8,), "m.weight_scale": ()}, UnsupportedDtype, "1 axes"),
+        ({"m.up": (2, 8, 16), "m.up_scale_inv": (2, 2, 1)}, InvalidHeader, "of 2x1x1 in fp8"),
+        ({"m.weight": (8, 16), "m.weight_scale": (4,)}, InvalidHeader, "of 8x1 in fp8"),
+    ],
+)
+def test_fp8_that_lies(arrays: Any, error: Any, match: str, tmp_path: Path) -> None:
+    kinds = {name: np.float32 if "scale" in name else ml_dtypes.float8_e4m3fn for name in arrays}
+    made = {name: np.ones(shape, kinds[name]) for name, shape in arrays.items()}
+    save_all(made, tmp_path / "x.safetensors")
+    with pytest.raises(error, match=match):
+        pq.open_checkpoint(tmp_path / "x.safetensors", config=FP8)

@@ -26,8 +26,8 @@ from polyquant.scheme import QuantScheme
 
 T = TypeVar("T")
 
-#: The scale types of floats in files.
-FLOAT_SCALES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}.items()
+#: The dtype codes of scales that are floats; in small letters they are scale types.
+FLOAT_SCALES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,13 @@ class Source:
 
     def scale(self, name: str, shape: Sequence[int | None]) -> str:
         """The scale type of an array of float scales of this shape."""
-        return dict(FLOAT_SCALES)[self.expect(name, ("F32", "F16", "BF16"), shape).dtype]
+        return self.expect(name, FLOAT_SCALES, shape).dtype.lower()
+
+    def one_number(self, name: str) -> str:
+        """The name of an array that is one float32, of any rank. Raises InvalidHeader."""
+        if math.prod(self.expect(name, ("F32",), self.raw(name).shape).shape) != 1:
+            raise self.fail(f"tensor {name!r} is not one number")
+        return name
 
     def read(self, name: str) -> HostArray:
         """An array, mapped."""

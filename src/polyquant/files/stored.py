@@ -13,9 +13,6 @@ from polyquant.files.info import ARRAY_DTYPES, FILE_DTYPES, TensorInfo
 from polyquant.files.probe import CONFIG
 from polyquant.files.writing import PlannedWriter, Stored, laid_out
 
-#: The codes of float scales by scale type.
-FLOAT_CODES = {"f32": "F32", "f16": "F16", "bf16": "BF16"}.items()
-
 
 class StoredArray(NamedTuple):
     """One array of a file: its name, dtype code and shape."""
@@ -31,7 +28,7 @@ class StoredArray(NamedTuple):
 
 def scale_code(kind: object) -> str:
     """The dtype code of a float scale type."""
-    return dict(FLOAT_CODES)[str(kind)]
+    return str(kind).upper()
 
 
 def base_of(info: TensorInfo) -> str:

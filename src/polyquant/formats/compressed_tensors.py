@@ -304,10 +304,7 @@ def _packed_floats(source: Source, base: str, weights: Mapping[str, Any]) -> Lay
     uses = [f"{base}{PACKED}", f"{base}{SCALE}"]
     if scales.dtype == "F8_E4M3" and bits == 4:
         source.expect(f"{base}{SCALE}", ("F8_E4M3",), (rows, -(-shape[1] // 16)))
-        whole = f"{base}.weight_global_scale"
-        if math.prod(source.expect(whole, ("F32",), source.raw(whole).shape).shape) != 1:
-            raise source.fail(f"tensor {whole!r} is not one number")
-        uses.append(whole)
+        uses.append(source.one_number(f"{base}.weight_global_scale"))
         scheme = QuantScheme("e2m1", block=16, scale="ue4m3", tensor_scale="f32", role="divisor")
     else:
         value, is_packed = _MX.get((bits, "float"), ("", False))

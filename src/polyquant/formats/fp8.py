@@ -3,7 +3,8 @@
 The same method of vLLM and of fbgemm has one ``weight_scale``, for the tensor or for each row.
 
 ``weight_scale_inv`` multiplies, whatever its name says. Blocks at the edges are partial: their size
-is ``weight_block_size`` of the config, never the weight's shape over the grid's.
+is ``weight_block_size`` of the config, never the weight's shape over the grid's. Stacks of experts
+are ``NAME`` and ``NAME_scale_inv`` of three axes.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ NAME = "fp8"
 FACTS = Facts(
     tool="DeepSeek, transformers",
     reads=(
-        "e4m3 in squares, ragged too, by row or tensor, under float or E8M0 scales; MXFP4 experts"
+        "e4m3 in squares, ragged too, by row or tensor, under float or E8M0 scales; MXFP4 experts; "
+        "stacks of experts"
     ),
     exact="bit-equal",
 )
+_CODES = ("F8_E4M3", "I8", "U8")
 _METHODS = (NAME, "fbgemm_fp8")
 
 
@@ -47,39 +50,43 @@ def open_checkpoint(probe: Probe) -> Checkpoint:
 
 
 def _layers(source: Source) -> Iterator[Layer]:
-    for name in source.names(".weight"):
-        weight = f"{name}.weight"
-        found = [f"{weight}_scale_inv", f"{weight}_scale", f"{name}.scale", f"{name}.qscale_weight"]
-        scales = [scale for scale in found if scale in source]
+    for weight in source.arrays():
         dtype = source.raw(weight).dtype
+        if dtype not in _CODES:
+            continue
+        module, found = weight.removesuffix(".weight"), [f"{weight}_scale_inv"]
+        if module != weight:
+            found += [f"{weight}_scale", f"{module}.scale", f"{module}.qscale_weight"]
+        scales = [scale for scale in found if scale in source]
         if dtype == "F8_E4M3" and not scales:
             raise source.fail(f"tensor {weight!r} has no scales; known names: {', '.join(found)}")
-        if len(scales) == 1 and dtype in ("F8_E4M3", "I8", "U8"):
+        if len(scales) == 1:
             yield _layer(source, weight, scales[0])
 
 
 def _layer(source: Source, weight: str, scale_name: str) -> Layer:
-    raw = source.expect(weight, ("F8_E4M3", "I8", "U8"), (None, None))
-    rows, columns = raw.shape
+    raw = source.raw(weight)
+    if len(raw.shape) not in (2, 3):
+        raise source.refuse(weight, f"a weight of {len(raw.shape)} axes", ("2", "3, of experts"))
+    *experts, rows, columns = raw.shape
+    is_plain = scale_name.endswith(".weight_scale")
     scales = source.raw(scale_name)
-    scale = dict(FLOAT_SCALES).get(scales.dtype, "ue8m0")
-    if raw.dtype == "F8_E4M3" and scale_name.endswith(".weight_scale"):
-        grid = scales.shape
-        if grid not in ((), (1,), (rows,), (rows, 1), (1, 1)):
-            raise source.fail(f"tensor {scale_name!r} of {grid} is no scale of {rows} rows")
-        block = None if math.prod(grid) == 1 else -1
-        scheme = QuantScheme("e4m3", block=block, scale=scale)
-    elif raw.dtype == "F8_E4M3":
-        high, wide = _block_size(source)
-        grid = (-(-rows // high), -(-columns // wide))
-        scheme = QuantScheme("e4m3", block=(high, wide), scale=scale)
-    else:  # two e2m1 codes a byte
+    scale = scales.dtype.lower() if scales.dtype in FLOAT_SCALES else "ue8m0"
+    if raw.dtype != "F8_E4M3":  # two e2m1 codes a byte
         columns *= 2
-        grid = (rows, -(-columns // 32))
         scheme = QuantScheme("e2m1", block=32, scale=scale)
-    source.expect(scale_name, ("F32", "BF16", "F16", "F8_E8M0", "U8"), grid)
-    read = partial(_read, source, weight, scale_name, scheme, (rows, columns))
-    return Layer(weight, (rows, columns), scheme, (weight, scale_name), read)
+    elif scales.shape in ((), (1,)) or (is_plain and math.prod(scales.shape) == 1):
+        scheme = QuantScheme("e4m3", block=None, scale=scale)
+    elif is_plain:
+        scheme = QuantScheme("e4m3", block=-1, scale=scale)
+    else:
+        scheme = QuantScheme("e4m3", block=_block_size(source), scale=scale)
+    shape = (*experts, rows, columns)
+    is_line = scheme.block == (-1,) and scales.shape == (rows,)
+    grid = scales.shape if scheme.block is None or is_line else scheme.scale_shape(shape)
+    source.expect(scale_name, (*FLOAT_SCALES, "F8_E8M0", "U8"), grid)
+    read = partial(_read, source, weight, scale_name, scheme, shape)
+    return Layer(weight, shape, scheme, (weight, scale_name), read)
 
 
 def _block_size(source: Source) -> tuple[int, int]:
@@ -92,11 +99,11 @@ def _block_size(source: Source) -> tuple[int, int]:
 
 
 def _read(
-    source: Source, weight: str, scale_name: str, scheme: QuantScheme, shape: tuple[int, int]
+    source: Source, weight: str, scale_name: str, scheme: QuantScheme, shape: tuple[int, ...]
 ) -> QTensor:
     data, scales = source.read(weight).view(np.uint8), source.read(scale_name)
     if scheme.bits == 4:
-        data = unpack(np, data, shape[1], scheme.value, QuantStore.PACKED_NATIVE)
+        data = unpack(np, data, shape[-1], scheme.value, QuantStore.PACKED_NATIVE)
     if scheme.scale == "ue8m0":
         scales = scales.view(np.uint8)
     return assemble(scheme, shape, {"codes": data, "scales": scales})

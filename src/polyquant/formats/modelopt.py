@@ -166,18 +166,12 @@ def _nvfp4(source: Source, base: str, group_size: int | None) -> Layer:
     rows, half = source.expect(f"{base}.weight", ("U8",), (None, None)).shape
     scheme = _nvfp4_scheme(group_size)
     source.expect(f"{base}{SCALE}", ("F8_E4M3",), scheme.scale_shape((rows, 2 * half)))
-    second = _one_number(source, f"{base}{SCALE}_2")
+    second = source.one_number(f"{base}{SCALE}_2")
     return _layer(source, base, (rows, 2 * half), scheme, second)
 
 
 def _nvfp4_scheme(group_size: int | None) -> QuantScheme:
     return QuantScheme("e2m1", block=group_size or 16, scale="ue4m3", tensor_scale="f32")
-
-
-def _one_number(source: Source, name: str) -> str:
-    if math.prod(source.expect(name, ("F32",), source.raw(name).shape).shape) != 1:
-        raise source.fail(f"tensor {name!r} is not one number")
-    return name
 
 
 def _int8(source: Source, base: str, group_size: int | None) -> Layer:
@@ -202,13 +196,13 @@ def _experts(source: Source, name: str, algorithm: str, group_size: int | None) 
     if algorithm == "FP8":
         experts, rows, columns = source.expect(name, ("F8_E4M3",), (None,) * 3).shape
         scheme = QuantScheme("e4m3", block=None, scale="f32")
-        uses, axes = [name, _one_number(source, scale)], (0, 1, 2)
+        uses, axes = [name, source.one_number(scale)], (0, 1, 2)
     elif algorithm in _NVFP4_OF_EXPERTS:
         experts, half, columns = source.expect(name, ("U8",), (None,) * 3).shape
         rows, scheme = 2 * half, _nvfp4_scheme(group_size)
         grid = scheme.scale_shape((experts, columns, rows))
         source.expect(scale, ("F8_E4M3",), (experts, grid[2], columns))
-        uses, axes = [name, scale, _one_number(source, f"{scale}_2")], (0, 2, 1)
+        uses, axes = [name, scale, source.one_number(f"{scale}_2")], (0, 2, 1)
     else:
         raise source.refuse(name, f"stacked experts in {algorithm}", ("FP8", *_NVFP4_OF_EXPERTS))
     shape = (experts, rows, columns)

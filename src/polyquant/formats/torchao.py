@@ -200,8 +200,7 @@ def _nvfp4(source: Source, name: str, facts: Mapping[str, Any]) -> Layer:
     whole = _field(name, "per_tensor_scale")
     tensor_scale = None
     if whole in source:
-        if math.prod(source.expect(whole, ("F32",), source.raw(whole).shape).shape) != 1:
-            raise source.fail(f"tensor {whole!r} is not one number")
+        source.one_number(whole)
         tensor_scale = "f32"
         fields.append("per_tensor_scale")
     scheme = QuantScheme("e2m1", block=16, scale="ue4m3", tensor_scale=tensor_scale)
