@@ -146,3 +146,33 @@ def test_quantizing_where_the_weight_lies_gives_the_same_bits(
     q = compiled(placed)
     assert q.to_data() == pq.quantize(x, scheme).to_data()
     assert q.device == "jax:cpu:0-7" and q.data.sharding.spec == spec
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "nvfp4", "q8s/tensor:f32"])
+def test_a_scan_over_stacked_layers_that_are_split(scheme: str, mesh: Mesh) -> None:
+    rng = np.random.default_rng(0)
+    ups, downs = (
+        [pq.quantize(rng.normal(size=shape).astype(np.float32), scheme) for _ in range(3)]
+        for shape in ((OUT, IN), (IN, OUT))
+    )
+    by_outputs = NamedSharding(mesh, P(None, "model"))
+    by_inputs = NamedSharding(mesh, P(None, None, "model"))
+    up, down = (jax.tree.map(lambda *parts: jnp.stack(parts), *t) for t in (ups, downs))
+    up, down = shard(up, by_outputs), shard(down, by_inputs, reblock=True)
+    assert up.shape == (3, OUT, IN) and up.data.sharding.spec == P(None, "model", None)
+
+    def layer(x: Any, weights: tuple[pq.QTensor, pq.QTensor]) -> tuple[Any, None]:
+        up, down = weights
+        return x + jax.nn.relu(x @ up.T) @ down.T / IN, None
+
+    def run(x: Any, *weights: pq.QTensor) -> Any:
+        return jax.lax.scan(layer, x, weights)[0]
+
+    x = rng.standard_normal((BATCH, IN), dtype=np.float32)
+    entering = jax.device_put(x, NamedSharding(mesh, P()))
+    compiled = jax.jit(run).lower(entering, up, down).compile()
+    assert [kind for kind, _ in collectives(compiled)] == ["all-reduce"]
+    wanted = x
+    for u, d in zip(ups, downs, strict=True):
+        wanted = wanted + np.maximum(wanted @ u.dequantize().T, 0) @ d.dequantize().T / IN
+    np.testing.assert_allclose(compiled(entering, up, down), wanted, rtol=1e-4, atol=1e-3)
