@@ -308,10 +308,17 @@ def _any_backend(name: str) -> Backend:
 
 
 @lru_cache(maxsize=4096)
-def choose(backend_name: str, problem: Problem, pinned: str | None = None) -> Kernel:
-    """The first kernel that does not say why not. Raises NoKernel, or KernelRefused if pinned."""
+def choose(
+    backend_name: str, problem: Problem, pinned: str | None = None, *, below: str | None = None
+) -> Kernel:
+    """The first kernel that does not say why not; ``below`` leaves out those of a name's beginning.
+
+    Raises NoKernel, or KernelRefused if pinned.
+    """
     candidates = [
-        kernel for kernel in kernels(backend_name, problem.device_kind) if kernel.op == problem.op
+        kernel
+        for kernel in kernels(backend_name, problem.device_kind)
+        if kernel.op == problem.op and not (below and kernel.name.startswith(below))
     ]
     if pinned is not None:
         return _pinned(candidates, problem, pinned)

@@ -20,18 +20,26 @@ import jax
 import jax.numpy as jnp
 
 from polyquant import standard
-from polyquant.arrays import namespace
+from polyquant.arrays import backend_of, namespace
 from polyquant.backends.jax.division import matmul
 from polyquant.blocks import Blocks, Rows, blocks_of, merge, split, spread
 from polyquant.codec import unpack
-from polyquant.ops.conversion import decode, quantize_plain
-from polyquant.ops.products import multiply
+from polyquant.dispatch import (
+    choose,
+    device_among,
+    is_transformed,
+    matmul_problem,
+    one_operand_problem,
+)
+from polyquant.ops.conversion import quantize_plain
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.standard import Divisor, Params
 from polyquant.values import OffsetKind, ScaleRole
 
 Array = Any
+#: The kernels that these derivatives belong to stand above those that compute.
+BELOW = "jax.transforms"
 
 # -- decoding ---------------------------------------------------------------------------------
 
@@ -47,7 +55,10 @@ def values(q: QTensor, kind: Any) -> Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _values(q: QTensor, kind: Any) -> Array:
-    return decode(q, kind)
+    owner = backend_of(q.data)
+    is_watched = is_transformed(owner, q)
+    problem = one_operand_problem("dequantize", q, q.device, transformed=is_watched)
+    return choose(owner.name, problem, below=BELOW).run(q, kind)
 
 
 def _values_jvp(kind: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
@@ -181,7 +192,10 @@ def product(a: Any, b: Any, kind: Any, activations: QuantScheme | None = None) -
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _product(a: Any, b: Any, kind: Any, activations: QuantScheme | None) -> Array:
     left = a if activations is None else quantize_plain(a, activations)
-    return multiply(left, b, kind)
+    owner = backend_of(left.data if isinstance(left, QTensor) else left)
+    is_watched = is_transformed(owner, left, b)
+    problem = matmul_problem(left, b, device_among(owner, left, b), transformed=is_watched)
+    return choose(owner.name, problem, below=BELOW).run(left, b, kind)
 
 
 def _product_jvp(

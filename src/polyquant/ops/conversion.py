@@ -116,7 +116,9 @@ def quantize_plain(
             raise ScaleArgument(
                 scheme=str(made), what="offsets", reason="offsets= goes with scales= of your own"
             )
-        problem = one_operand_problem("quantize", x, owner.device_of(x), str(made))
+        is_watched = owner.name == "jax" and owner.is_transformed(x)
+        facts = (x, owner.device_of(x), str(made))
+        problem = one_operand_problem("quantize", *facts, transformed=is_watched)
         chosen = choose(owner.name, problem, kernel)
         method = name if argument is None else f"{name}:{argument}"
         result: QTensor = chosen.run(x, made, method, params=given, table=entries, nonfinite=policy)

@@ -113,12 +113,19 @@ def _put(line: Any, positions: Any, values: Any, add: bool) -> Any:
     return line.at[positions].add(values) if add else line.at[positions].set(values)
 
 
+def _is_transformed(array: Any) -> bool:
+    """Whether JAX itself must see what is done: it traces the array, or splits it over devices."""
+    return _is_traced(array) or len(array.sharding.device_set) > 1
+
+
+_TRANSFORMS = "polyquant.jax.transforms"
+
 BACKEND = Backend(
     name="jax",
     is_array=lambda x: isinstance(x, jax.Array),
     check=lambda x, role: None,
     is_traced=_is_traced,
-    is_transformed=_is_traced,
+    is_transformed=_is_transformed,
     is_placed=lambda array: not _is_traced(array),
     detach=jax.lax.stop_gradient,
     device_of=_device_of,
@@ -129,8 +136,8 @@ BACKEND = Backend(
     move=_move,
     facts=_facts,
     kernels={
-        "cpu": ("polyquant.jax.transforms", "polyquant.backends.definition"),
-        "*": ("polyquant.jax.transforms", "polyquant.backends.jax.accelerators"),
+        "cpu": (_TRANSFORMS, "polyquant.jax.host", "polyquant.backends.definition"),
+        "*": (_TRANSFORMS, "polyquant.backends.jax.accelerators"),
     },
     functions={
         "erf": jax.scipy.special.erf,
