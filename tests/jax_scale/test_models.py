@@ -75,6 +75,13 @@ def test_a_module_of_nnx(nnx: Any) -> None:
     assert float(abs(wanted - module(x)).max()) > 1e-3
 
 
+def test_a_layer_that_knows_no_qtensors_says_what_to_do(nnx: Any) -> None:
+    made = pq.quantize_tree(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), "q4s/8:f16")
+    for compile_ in (jax.jit, nnx.jit):
+        with pytest.raises(pq.errors.UnsupportedArray, match=r"pq\.dequantize_tree\(model\)"):
+            compile_(lambda module, x: module(x))(made, jnp.ones((2, 32)))
+
+
 def test_patterns_name_weights_of_nnx_as_its_paths_do(nnx: Any) -> None:
     module = _block(nnx)
     made = pq.quantize_tree(module, "q4s/8:f16", include=["layers.*", "norm.scale"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyquant.errors import HostCopyRefused, InvalidArgument
+from polyquant.arrays import backend_of
+from polyquant.errors import HostCopyRefused, InvalidArgument, UnsupportedArray
 from polyquant.methods.door import operations
 
 
@@ -19,6 +20,10 @@ class Protocols:
             raise InvalidArgument(name="copy", wanted=wanted, got=copy)
         if not self.device.startswith(("numpy", "torch:cpu", "jax:cpu")):
             raise HostCopyRefused(device=self.device)
+        if backend_of(self.data).is_traced(self.data):  # a function of JAX's asks for an array
+            got = "traced (as under jax.jit), and has no values yet"
+            fix = "Hand over q.dequantize(), or pq.dequantize_tree(model) of a whole model"
+            raise UnsupportedArray(role="A QTensor made an array", got=got, fix=fix)
         return self.to("numpy").dequantize(None if dtype is None else str(dtype))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
