@@ -176,3 +176,34 @@ def test_a_scan_over_stacked_layers_that_are_split(scheme: str, mesh: Mesh) -> N
     for u, d in zip(ups, downs, strict=True):
         wanted = wanted + np.maximum(wanted @ u.dequantize().T, 0) @ d.dequantize().T / IN
     np.testing.assert_allclose(compiled(entering, up, down), wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("by_input", [False, True])
+@pytest.mark.parametrize("kind", ["flat", "grouped"])
+def test_products_with_blocks_across_rows_and_with_group_maps(
+    kind: str, by_input: bool, mesh: Mesh
+) -> None:
+    x, q = operands("u4[nf4]/64:f32~flat" if kind == "flat" else "u4/32:f16-zero:u4")
+    if kind == "grouped":
+        groups = np.random.default_rng(1).permutation(np.arange(IN) // 32).astype(np.int32)
+        scheme = pq.scheme("u4/32:f16-zero:u4~grouped")
+        parts = q.parts() | {"groups": groups}
+        q = pq.qtensor.from_parts(parts, scheme, q.shape, device="numpy")
+    elif by_input:
+        q = q.canonical()  # such blocks are split by rows alone
+    by_outputs, by_inputs = P("model"), P(None, "model")
+    where = NamedSharding(mesh, by_inputs if by_input else by_outputs)
+    weight, x_spec = shard(q, where), by_inputs if by_input else P()
+    entering = jax.device_put(x, NamedSharding(mesh, x_spec))
+    compiled = jax.jit(lambda x, q: x @ q.T).lower(entering, weight).compile()
+    assert "all-gather" not in dict(collectives(compiled))
+    assert_within_the_bound(compiled(entering, weight), x, q)
+
+    def product(x: Any, weight: pq.QTensor) -> Any:
+        assert weight.shape == ((OUT, IN // 8) if by_input else (OUT // 8, IN))
+        return jax.lax.psum(x @ weight.T, "model") if by_input else x @ weight.T
+
+    specs = jax.tree.map(lambda s: s.spec, shardings(q, where))
+    out = P() if by_input else P(None, "model")
+    mapped = jax.shard_map(product, mesh=mesh, in_specs=(x_spec, specs), out_specs=out)
+    assert_within_the_bound(jax.jit(mapped)(x, weight), x, q)

@@ -62,11 +62,12 @@ class Static:
         return tuple(stored[axis] for axis in axes), axes
 
     def _viewed(self, shape: tuple[int, ...], lines: tuple[int, ...]) -> tuple[int, ...]:
-        laid = self.scheme.laid(shape)
+        of, laid = self.scheme, self.scheme.laid(shape)
         more = len(lines) - len(laid)
-        if shape and len(laid) > 1 and laid[0]:
+        whole = laid[0] if len(laid) > 1 else line_size_bytes(laid[0], of.bits, of.store)
+        if shape and whole:
             # Of lines that run on across rows a shard has a part, and as large a part of the rows.
-            shape = (shape[0] * lines[more] // laid[0], *shape[1:])
+            shape = (shape[0] * lines[more] // whole, *shape[1:])
         return (*lines[:more], *shape)
 
 
