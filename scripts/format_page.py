@@ -27,7 +27,10 @@ def page() -> str:
             "`polyquant convert IN OUT --to FORMAT[:VARIANT]` writes the formats that have a word "
             "in the column of writing. A tensor is kept exactly where the target can hold it; "
             "`--requantize` accepts a loss, which is then shown for each tensor. Names of tensors "
-            "stay as they are.",
+            "stay as they are: a GGUF made of weights with the names of Hugging Face is a file of "
+            "tensors, not a model that llama.cpp runs, which asks for its own names, keys and "
+            "vocabulary. llama.cpp's own script makes such a file; what weights are in it, can be "
+            "changed here.",
             "## All",
             section(),
             "*Exact*: how values compare with those that the tool decodes from its own files. "

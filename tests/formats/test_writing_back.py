@@ -113,7 +113,9 @@ def test_bitsandbytes_reads_what_we_write(scheme: str, tmp_path: Path) -> None:
 
 
 @needs("bitsandbytes")
-@pytest.mark.parametrize("shape", [(64, 1024), (50, 100), (3, 77)])
+@pytest.mark.parametrize(
+    "shape", [(64, 1024), (50, 100), (3, 77), (2, 16, 256), (2, 64, 256), (3, 5, 64)]
+)
 def test_double_quantization_is_that_of_bitsandbytes(shape: Any, tmp_path: Path) -> None:
     """Its codes, outer maxima and offset; maxima are the nearest, which its own are not always."""
     import torch

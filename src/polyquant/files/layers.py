@@ -56,7 +56,8 @@ class Made(NamedTuple):
 class Source:
     """The arrays of a safetensors container, checked as they are asked for.
 
-    ``made``: arrays that stand in the place of those which they are made of.
+    ``made``: arrays that stand in the place of those which they are made of. ``described``: keys of
+    metadata that describe layers, and so mean nothing once these are read.
     """
 
     def __init__(self, probe: Probe, format: str) -> None:
@@ -66,6 +67,7 @@ class Source:
         self.container: Container = probe.container
         self.config: Mapping[str, Any] = probe.quantization
         self.made: dict[str, Made] = {}
+        self.described: set[str] = set()
 
     def arrays(self) -> Iterator[str]:
         """The names of all arrays. Raises InvalidHeader where a made one has that of another."""
@@ -195,7 +197,8 @@ def open_layers(probe: Probe, source: Source, layers: Iterable[Layer]) -> Checkp
         held = entries.setdefault(made.info.name, made)
         if held.info != made.info:
             raise source.fail(f"two tensors would have the name {made.info.name!r}")
-    metadata = dict(source.container.metadata)
+    metadata = source.container.metadata
+    metadata = {key: text for key, text in metadata.items() if key not in source.described}
     if source.config:
         metadata[CONFIG] = json.dumps(source.config)
     origins = {e.name: dict(e.origin) for e in by_use.values() if e.origin}

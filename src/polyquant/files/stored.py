@@ -82,7 +82,8 @@ def open_stored_writer(
 ) -> PlannedWriter:
     """The writer of a file: quantized tensors by ``layout`` and ``encode``, arrays as they are.
 
-    The quantization config is kept in the metadata, so that the file alone can be read back.
+    The quantization config is kept in the metadata, in place of another, so that the file alone can
+    be read back.
     Raises InvalidName where two arrays would have one name.
     """
     arrays: dict[str, StoredArray] = {}

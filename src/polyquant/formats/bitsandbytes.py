@@ -24,7 +24,7 @@ from polyquant.files.container import is_shape
 from polyquant.files.facts import Facts
 from polyquant.files.info import FILE_DTYPES, TensorInfo
 from polyquant.files.layers import Layer, Source, open_layers
-from polyquant.files.probe import CONFIG, Probe
+from polyquant.files.probe import Probe
 from polyquant.files.stored import (
     StoredArray,
     base_of,
@@ -152,9 +152,9 @@ def _scheme(
     source: Source, name: str, shape: tuple[int, ...], block: int, *, is_nested: bool
 ) -> QuantScheme:
     """Plain blocks of rows where no block crosses a row's end, else blocks of the flat tensor."""
-    per_row, rest = divmod(shape[-1], block) if shape else (0, 1)
-    inner = _nested_block(per_row) if not rest else None
-    is_flat = bool(rest) or (is_nested and inner is None)
+    is_cut = not shape or shape[-1] % block != 0
+    inner = None if is_cut else _nested_block(shape, block)
+    is_flat = is_cut or (is_nested and inner is None)
     scale: Any = "f32"
     if is_nested:
         scale = QuantScheme(
@@ -168,11 +168,13 @@ def _scheme(
     return QuantScheme(f"u4[{table}]", block=block, scale=scale, view=view)
 
 
-def _nested_block(per_row: int) -> tuple[int, ...] | None:
+def _nested_block(shape: tuple[int, ...], block: int) -> tuple[int, ...] | None:
     """The block on the grid of maxima that holds 256 neighbours of the flat order, or None."""
-    if per_row % _NESTED_BLOCK == 0:
+    per_row = shape[-1] // block
+    if len(shape) == 1 or per_row % _NESTED_BLOCK == 0:
         return (_NESTED_BLOCK,)
-    return (_NESTED_BLOCK // per_row, -1) if per_row and _NESTED_BLOCK % per_row == 0 else None
+    rows, rest = divmod(_NESTED_BLOCK, per_row)
+    return None if rest or (len(shape) > 2 and shape[-2] % rows) else (rows, -1)
 
 
 def _table(entries: HostArray, bits: int) -> str:
@@ -261,7 +263,7 @@ def _why_not_scales(scheme: QuantScheme, info: TensorInfo) -> str | None:
     if scheme.scale == "f32":
         return None
     inner = scheme.scale
-    nested = _nested_block(info.shape[-1] // (scheme.block or (1,))[0])
+    nested = _nested_block(info.shape, (scheme.block or (1,))[0])
     right = (_NESTED_BLOCK,) if scheme.view is not None else nested
     fits = (
         isinstance(inner, QuantScheme)
@@ -302,13 +304,13 @@ def open_writer(
             "bnb_4bit_compute_dtype": "float32",
             "bnb_4bit_quant_storage": "uint8",
         }
-    kept = {k: v for k, v in metadata.items() if k not in (CONFIG, NAME)} | {"format": "pt"}
+    kept = {key: text for key, text in metadata.items() if key != NAME}
     return open_stored_writer(
         path,
         plan,
         layout=lambda info: [array for array, _ in _stored(info, origin, None)],
         encode=lambda info, q: [(a.name, values) for a, values in _stored(info, origin, q)],
-        metadata=kept,
+        metadata={**kept, "format": "pt"},
         config=config,
     )
 
@@ -369,8 +371,8 @@ def _one_offset(name: str, offsets: HostArray) -> float:
     return float(offsets.flat[0]) if offsets.size else 0.0
 
 
-#: Characters of a nested offset: as many as the longest repr of a float32 in float64.
-_OFFSET_WIDTH = 26
+#: Characters of the longest number that float32 holds.
+_OFFSET_WIDTH = len("-1.17549435e-38")
 
 
 def _state(
@@ -382,23 +384,29 @@ def _state(
     *,
     measured: bool,
 ) -> bytes:
-    """The JSON of the quant_state: the kept one where it says the same, else one of fixed width."""
+    """The JSON of the quant_state: the kept one where it says the same, else one of its length.
+
+    What comes may be another tensor than the kept one says, with another offset; so a text is kept
+    only where there is room for any.
+    """
     facts: dict[str, Any] = {
         "quant_type": scheme.table,
         "blocksize": block,
         "dtype": "float32",
         "shape": list(info.shape),
     }
+    found = kept_origin({"state": kept}, "state") if isinstance(kept, str) else {}
+    own: Any = found.pop("nested_offset", 0.0)
     if isinstance(scheme.scale, QuantScheme):
         facts |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32"}
-    if isinstance(kept, str):
-        found = kept_origin({"state": kept}, "state")
-        same = {**facts, "dtype": found.get("dtype")}
-        is_same = {k: v for k, v in found.items() if k != "nested_offset"} == same
-        own_offset: Any = found.get("nested_offset", 0.0)
-        if is_same and _is_float(own_offset) and (measured or np.float32(own_offset) == offset):
-            return kept.encode()
+    text = json.dumps(facts, separators=(",", ":"))
+    width = len(text)
     if isinstance(scheme.scale, QuantScheme):
-        text = json.dumps(facts)[:-1] + f', "nested_offset": {offset!r}' + "}"
-        return text.ljust(len(json.dumps(facts)) + 19 + _OFFSET_WIDTH).encode()
-    return json.dumps(facts).encode()
+        head = f'{text[:-1]},"nested_offset":'
+        text, width = f"{head}{np.float32(offset)!s}}}", len(head) + _OFFSET_WIDTH + 1
+    is_same = _is_float(own) and found == facts | {"dtype": found.get("dtype")}
+    if is_same and len(str(kept)) >= width:
+        if measured or np.float32(own) == offset:
+            return str(kept).encode()
+        width = len(str(kept).encode())
+    return text.ljust(width).encode()

@@ -27,7 +27,7 @@ from polyquant.files.checkpoint import Checkpoint
 from polyquant.files.facts import Facts
 from polyquant.files.info import FILE_DTYPES, TensorInfo
 from polyquant.files.layers import Layer, Made, Source, open_layers
-from polyquant.files.probe import CONFIG, Probe
+from polyquant.files.probe import Probe
 from polyquant.files.stored import (
     StoredArray,
     base_of,
@@ -457,7 +457,7 @@ def open_writer(
         plan,
         layout=_layout,
         encode=_encode,
-        metadata={k: v for k, v in metadata.items() if k != CONFIG} | {"format": "pt"},
+        metadata={**metadata, "format": "pt"},
         config=config,
     )
 

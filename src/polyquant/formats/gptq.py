@@ -245,7 +245,7 @@ def open_writer(
         plan,
         layout=_layout,
         encode=partial(_encode, is_less_one=_VERSIONS[version]),
-        metadata={k: v for k, v in metadata.items() if k != CONFIG} | {"format": "pt"},
+        metadata={**metadata, "format": "pt"},
         config=config,
     )
 

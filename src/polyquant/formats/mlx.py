@@ -23,7 +23,7 @@ from polyquant.files.container import Container
 from polyquant.files.facts import Facts
 from polyquant.files.info import TensorInfo
 from polyquant.files.layers import Layer, Source, open_layers
-from polyquant.files.probe import CONFIG, Probe
+from polyquant.files.probe import Probe
 from polyquant.files.stored import (
     StoredArray,
     base_of,
@@ -210,7 +210,7 @@ def open_writer(
         plan,
         layout=_layout,
         encode=_encode,
-        metadata={k: v for k, v in metadata.items() if k != CONFIG} | {"format": "mlx"},
+        metadata={**metadata, "format": "mlx"},
         config=general | overrides,
     )
 

@@ -65,10 +65,13 @@ def open_checkpoint(probe: Probe) -> Checkpoint:
 def _layers(source: Source) -> Iterator[Layer]:
     for file in source.container.files:
         for name, text in file.metadata.items():
+            if name == _NAMES:
+                source.described.add(name)
             if name == _NAMES or not text.lstrip().startswith("{"):
                 continue
             form = parse_object(text, source.path, f"the metadata of {name!r}")
             kind, facts = form.get("_type"), form.get("_data")
+            source.described |= {name} if "_type" in form else set()
             if kind is None or kind == "Tensor":
                 continue
             if not isinstance(kind, str) or kind not in _TYPES:
