@@ -5,6 +5,8 @@ weight (at least 240 MB, so that weights come from memory), divided by the numbe
 normal data. Speed-up is over ``F.linear`` in bf16 (cuBLAS) in the same run; the floor is the time
 that the weight's bytes take at the read bandwidth measured in the same run.
 
+Where ``humming-kernels`` and ``bitsandbytes`` are installed, their kernels are timed beside ours.
+
     python benchmarks/nvidia.py [--out benchmarks/results/cuda.json] [--quick]
 """
 
@@ -20,8 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import rivals_cuda
 import torch
 from machine import versions
+from rivals_cuda import copies_of
 
 import polyquant as pq
 from polyquant.backends.torch.cuda.tune import graph_us
@@ -40,7 +44,15 @@ SCHEMES = (
     "fp8-row",
     "q2s/64:f16",
 )
-PAIRS = (("fp8-tensor", "fp8-tensor"), ("fp8-row", "fp8-row"), ("q8s-row", "q8s-row"))
+PAIRS = (
+    ("fp8-tensor", "fp8-tensor"),
+    ("fp8-row", "fp8-row"),
+    ("e4m3/1x128:f32", "fp8-128x128"),
+    ("q8s-row", "q8s-row"),
+    ("q8s-row", "q4s-row"),
+    ("fp8-row", "q4s/128:f16"),
+    ("fp8-row", "mxfp4"),
+)
 #: Speed-ups over cuBLAS bf16 at the first shape that were set beforehand, by rows of x.
 BARS: dict[tuple[str, ...], dict[int, float]] = {
     ("q4s-32", "u4/32:f16-zero:u4"): {1: 2.7, 4: 2.3, 16: 1.95, 64: 1.5, 256: 1.0, 4096: 1.0},
@@ -49,7 +61,7 @@ BARS: dict[tuple[str, ...], dict[int, float]] = {
         1: 1.75, 4: 1.7, 16: 1.6, 64: 1.4, 256: 1.0, 4096: 1.0,
     },
     ("q2s/64:f16", "q3s/64:f16"): {1: 3.0, 4: 2.5, 16: 2.0, 64: 1.4, 256: 0.9, 4096: 0.95},
-    ("fp8-tensor x fp8-tensor", "fp8-row x fp8-row"): {
+    ("fp8-tensor x fp8-tensor", "fp8-row x fp8-row", "e4m3/1x128:f32 x fp8-128x128"): {
         1: 1.8, 4: 1.8, 16: 1.75, 64: 1.7, 256: 1.8, 4096: 1.8,
     },
     ("q8s-row x q8s-row",): {1: 1.7, 4: 1.65, 16: 1.6, 64: 1.6, 256: 1.4, 4096: 1.25},
@@ -70,12 +82,13 @@ def main() -> None:
         "ceilings": measure_ceilings(),
         "host_us": measure_host(),
         "products": [],
+        "rivals_failed": {},
     }
     others = ["q8s-32", "mxfp8", "q3s/64:f16", *pq.presets()]
     for n, k in shapes:
         further = others if (n, k) == SHAPES[0] and not arguments.quick else []
         schemes = list(dict.fromkeys([*SCHEMES, *further]))
-        made["products"] += measure_products(n, k, schemes, made["ceilings"]["read_gb_s"])
+        made["products"] += measure_products(n, k, schemes, made)
         print(f"{n} x {k}: {time.monotonic() - begin:.0f} s", flush=True)
         if (n, k) == SHAPES[0]:
             cublas = {row["m"]: row["cublas_us"] for row in made["products"]}
@@ -116,22 +129,23 @@ def inputs(k: int) -> dict[int, torch.Tensor]:
 
 
 def measure_products(
-    n: int, k: int, schemes: Sequence[str], read_gb_s: float
+    n: int, k: int, schemes: Sequence[str], made: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Every scheme, and tinygemm, beside cuBLAS; the kernels are compiled first, side by side."""
+    """Every scheme beside cuBLAS and rivals; our kernels are compiled first, side by side."""
+    read_gb_s = made["ceilings"]["read_gb_s"]
     xs = inputs(k)
     floats = [
         torch.randn(n, k, device=PLACE).to(torch.bfloat16) for _ in range(copies_of(2 * n * k))
     ]
     linear = torch.nn.functional.linear
     cublas = {m: time_us([lambda x=x, w=w: linear(x, w) for w in floats]) for m, x in xs.items()}
-    tinygemm = measure_tinygemm(floats, xs)
     del floats
     rows = []
     for scheme in schemes:
         weights = [q.mT for q in copies(scheme, n, k)]
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda m: pq.matmul(xs[m], weights[0]), ROWS_OF_X))  # noqa: B023
+        others = rivals_cuda.measure(scheme, n, k, xs, time_us, made["rivals_failed"])
         for m, x in xs.items():
             us = time_us([lambda w=w: pq.matmul(x, w) for w in weights])  # noqa: B023
             size = weights[0].nbytes
@@ -142,8 +156,8 @@ def measure_products(
                 "of_read_percent": round(100 * size / us / 1e3 / read_gb_s, 1),
                 "kernel": pq.explain("matmul", x, weights[0]).kernel,
             }  # fmt: skip
-            if scheme == "q4s-32":
-                row["tinygemm_us"] = tinygemm.get(m)
+            if others[m]:
+                row["rivals_us"] = others[m]
             rows.append(row)
     return rows
 
@@ -151,28 +165,7 @@ def measure_products(
 def copies(scheme: str, n: int, k: int) -> list[pq.QTensor]:
     """A random weight, as often as it takes to be read from memory each time."""
     q = pq.quantize(torch.randn(n, k, device=PLACE), scheme)
-    count = min(24, copies_of(q.nbytes))
-    return [q, *(q._map(lambda a: a.clone(), q.device) for _ in range(count - 1))]
-
-
-def copies_of(nbytes: int) -> int:
-    return max(4, -(-240_000_000 // nbytes))
-
-
-def measure_tinygemm(floats: list[torch.Tensor], xs: dict[int, torch.Tensor]) -> dict[int, float]:
-    """torch's own int4 kernel, blocks of 32, up to 256 rows."""
-    n, k = floats[0].shape
-    codes = torch.randint(0, 256, (n, k // 2), device=PLACE, dtype=torch.uint8)
-    packed = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
-    grid = torch.randn(k // 32, n, 2, device=PLACE).to(torch.bfloat16)
-    count = copies_of(packed.nbytes + grid.nbytes)
-    pairs = [(packed.clone(), grid.clone()) for _ in range(min(count, 24))]
-    product = torch.ops.aten._weight_int4pack_mm
-    return {
-        m: time_us([lambda p=p, g=g: product(x, p, 32, g) for p, g in pairs])  # noqa: B023
-        for m, x in xs.items()
-        if m <= 256
-    }
+    return [q, *(q._map(lambda a: a.clone(), q.device) for _ in range(copies_of(q.nbytes) - 1))]
 
 
 def measure_pairs(n: int, k: int, cublas: dict[int, float]) -> list[dict[str, Any]]:
@@ -268,7 +261,7 @@ def report(made: dict[str, Any]) -> None:
     ):
         rows = [r for r in [*made["products"], *made["both_quantized"]] if r["scheme"] == scheme]
         cells = [
-            f"{r['m']}: {r['us']:.1f} ({r['speedup']:.2f})"
+            f"{r['m']}: {r['us']:.1f} ({r['speedup']:.2f}) {r.get('rivals_us', '')}"
             for r in rows
             if (r["n"], r["k"]) == (n, k)
         ]

@@ -71,7 +71,11 @@ def _inputs(scheme: str, kinds: tuple[str, ...]) -> list[Any]:
         (_problem("matmul", "nf4", left="float32"), "torch.triton.cublas"),
         (_problem("matmul", "q4s", sizes=(4096, 4096, 4096)), "torch.triton.cublas"),
         (_problem("matmul", "q4s/7:f16"), "torch.triton.cublas"),
-        (_problem("matmul", "q4s", layout=(None, (0, 1))), "torch.triton.cublas"),
+        (_problem("matmul", "q4s", layout=(None, (0, 1))), "torch.nvrtc.mma"),
+        (_problem("matmul", "q4s", layout=(None, (0, 2, 1))), "torch.nvrtc.mma"),
+        (_problem("matmul", "q3s", layout=(None, (0, 1))), "torch.triton.cublas"),
+        (_problem("matmul", "q4s/32x1:f16", layout=(None, (0, 1))), "torch.triton.cublas"),
+        (_problem("matmul", "q4s", layout=(None, (1, 0, 2))), "torch.triton.cublas"),
         (_problem("matmul", "q8s/row:f32@native", step=4), "torch.nvrtc.mma"),
         (_problem("matmul", "q8s/row:f32@native", step=2), "torch.triton.cublas"),
         (_problem("quantize", "nvfp4"), "torch.triton.quantize"),
@@ -89,7 +93,11 @@ def test_which_kernel_is_chosen(problem: Problem, kernel: str) -> None:
     [
         (("q8s-row", "q8s-row"), "torch.cublas.int8"),
         (("fp8-row", "fp8-tensor"), "torch.cublas.fp8"),
-        (("q8s-32", "q8s-row"), "torch.triton.cublas"),
+        (("q8s-32", "q8s-row"), "torch.triton.int8"),
+        (("q8s-row", "q4s-32"), "torch.triton.int8"),
+        (("e4m3/1x128:f32", "fp8-128x128"), "torch.triton.fp8"),
+        (("fp8-row", "mxfp4"), "torch.triton.fp8"),
+        (("fp8-row", "nvfp4"), "torch.triton.cublas"),
         (("fp8-row", "q8s-row"), "torch.triton.cublas"),
     ],
 )
@@ -135,7 +143,7 @@ def test_the_committed_table_has_tiles_for_every_number_of_rows() -> None:
     assert {row.bits for row in rows} == {2, 4, 8}
     for row in rows:
         assert row.tiles.rt == row.tiles.wk == 1 or not row.tiles.wide
-        assert row.tiles.nt <= 16 and row.tiles.nt >= min(16, -(-row.columns // 8))
+        assert min(32, -(-row.columns // 8)) == row.tiles.nt
 
 
 # -- bit for bit ------------------------------------------------------------------------------
@@ -192,6 +200,39 @@ def test_float32_is_the_sum_of_its_planes() -> None:
     assert not planes[:, 70:].any()
 
 
+# -- products by Triton -----------------------------------------------------------------------
+
+PAIRS = (
+    ("q8s-row", "q4s-row"), ("q8s-32", "q4s-32"), ("q8s/64:f32", "q4s/32:f16"),
+    ("q8s-row", "q2s/64:f16"), ("fp8-row", "fp8-row"), ("mxfp8", "mxfp4"), ("fp8-row", "mxfp4"),
+    ("e4m3/1x128:f32", "fp8-128x128"), ("fp8-row", "q4s/128:f16"), ("e2m1/32:f32", "q4s/64:ue8m0"),
+)  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
+def test_products_of_two_quantized_by_blocks(pair: tuple[str, str]) -> None:
+    torch.manual_seed(7)
+    for m, n, k in ((5, 70, 256), (17, 33, 200), (70, 40, 96), (129, 130, 352)):
+        made = zip(pair, ((m, k), (n, k)), strict=True)
+        a, b = (
+            conform._input(as_scheme(s), shape, "normal", "float32").reference()
+            for s, shape in made
+        )
+        found = explain_problem("torch", _pair_problem(a.scheme, b.scheme, (m, n, k)))
+        kernel = _kernel("torch.triton.fp8" if a.scheme.value.is_float else "torch.triton.int8")
+        assert found.kernel in (kernel.name, "torch.cublas.fp8", "torch.triton.cublas")
+        y = kernel.run(a.to(DEVICE), b.to(DEVICE).mT, torch.float32)
+        left, right = a.dequantize("float64"), b.dequantize("float64")
+        host = pq.arrays.backend("torch").to_host(y)
+        error = conform.product_error(host, left, right.T, "float32", kernel.entering or "float32")
+        assert not error
+
+
+def _pair_problem(left: Any, right: Any, sizes: tuple[int, int, int]) -> Problem:
+    return Problem("matmul", "cuda", left, right, ((0, 1), (1, 0)), *sizes)
+
+
 # -- products on a GPU ------------------------------------------------------------------------
 
 PRODUCTS = (
@@ -237,12 +278,79 @@ def test_products_of_few_rows(scheme: str, kind: str) -> None:
 @needs_gpu
 def test_every_number_of_rows() -> None:
     torch.manual_seed(2)
-    q, values = _operands("q4s", 100, 352)
-    for m in range(71):
-        x = torch.randn(m, 352, device="cuda", dtype=torch.bfloat16)
-        y = pq.matmul(x, q.mT)
-        assert y.shape == (m, 100)
-        assert m == 0 or not _error(y, x, values)
+    for scheme in ("q4s", "fp8-row"):
+        q, values = _operands(scheme, 100, 352)
+        for m in range(301):
+            x = torch.randn(m, 352, device="cuda", dtype=torch.bfloat16)
+            y = pq.matmul(x, q.mT)
+            assert y.shape == (m, 100)
+            assert m == 0 or not _error(y, x, values)
+
+
+@needs_gpu
+@pytest.mark.parametrize("scheme", ["q4s", "nf4", "nvfp4", "q8s-32", "u4/32:f16-zero:u4"])
+def test_every_way_to_cut_a_product(scheme: str) -> None:
+    """Tiles that the table may choose, on extents that are no multiples of any."""
+    from polyquant.backends.torch.cuda import mma, tiles
+
+    torch.manual_seed(8)
+    for n, k in ((300, 1056), (64, 4096)):
+        q, values = _operands(scheme, n, k)
+        for m in (1, 7, 16, 40, 64, 128, 200):
+            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+            for chosen in tiles.candidates(q.scheme.bits, m):
+                y = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+                mma.multiply(x, q.mT, y, chosen)
+                assert not _error(y, x, values), chosen
+
+
+BY_N = (
+    "q4s", "q4s/8:f16", "q4s/32x8:f16", "q4s/16x16:ue4m3", "q8s-32", "q8s-row", "fp8-row",
+    "fp8-128x128", "mxfp4", "mxfp8-e5m2", "nvfp4", "nf4", "u4/32:f16-zero:u4", "q4s/tensor:f32",
+)  # fmt: skip
+
+
+@needs_gpu
+@pytest.mark.parametrize("scheme", BY_N)
+def test_weights_stored_in_out(scheme: str) -> None:
+    torch.manual_seed(9)
+    for k, n in ((64, 512), (33, 96), (257, 1056), (1, 8), (520, 264)):
+        q, values = _operands(scheme, k, n)
+        for m in (1, 2, 9, 17, 32):
+            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+            y = pq.matmul(x, q, kernel="torch.nvrtc.mma")
+            assert not _error(y, x, values.T)
+            assert torch.equal(y, pq.matmul(x, q, kernel="torch.nvrtc.mma"))
+
+
+@needs_gpu
+@pytest.mark.parametrize("order", ["in, out", "out, in"])
+@pytest.mark.parametrize("scheme", ["q4s", "q8s-row", "nf4", "q4s/tensor:f32", "u4/32:f16-zero:u4"])
+def test_batches_of_weights(scheme: str, order: str) -> None:
+    torch.manual_seed(10)
+    made = conform._input(as_scheme(scheme), (3, 96, 160), "normal", "float32").reference()
+    q, values = made.to(DEVICE), torch.from_numpy(made.dequantize("float64"))
+    weight, values = (q, values) if order == "in, out" else (q.mT, values.mT)
+    k = weight.shape[-2]
+    for m in (1, 5, 40, 100):
+        for lead in ((3,), (1,), ()):
+            x = torch.randn(*lead, m, k, device="cuda", dtype=torch.bfloat16)
+            y = pq.matmul(x, weight)
+            left, right = x.double().cpu().numpy(), values.numpy()
+            assert y.shape == (3, m, weight.shape[-1])
+            host = pq.arrays.backend("torch").to_host(y)
+            assert not conform.product_error(host, left, right, "bfloat16", "bfloat16")
+
+
+@needs_gpu
+def test_a_thread_that_has_no_context() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    q, values = _operands("q4s", 96, 160)
+    x = torch.randn(3, 160, device="cuda", dtype=torch.bfloat16)
+    with ThreadPoolExecutor(1) as pool:
+        y = pool.submit(pq.matmul, x, q.mT).result()
+    assert not _error(y, x, values)
 
 
 @needs_gpu
@@ -264,6 +372,7 @@ def test_activations_of_any_layout(view: str) -> None:
 
 
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_in_a_graph_and_compiled() -> None:
     torch.manual_seed(4)
     q, values = _operands("nf4", 64, 128)

@@ -19,6 +19,7 @@ constexpr bool NATURAL = KIND == E4M3 || KIND == E5M2 || KIND == LOOKUP;
 constexpr bool HALVES = BLOCK == 16;  // a quad's 32 values hold two blocks: threads 0, 1 and 2, 3
 constexpr bool SUMS_X = OFFSET == FLOAT_ZERO || OFFSET == BIAS;
 constexpr int LUT_COPIES = 32;  // one for each bank
+constexpr int THREADS = 32 * (WN * WK + WIDE);  // wgmma.cu has a warp that copies x
 
 __host__ __device__ constexpr int size_of(int type) {
   return type == F32_T ? 4 : type == F16_T || type == BF16_T ? 2 : 1;
@@ -123,7 +124,10 @@ __device__ __forceinline__ float number(const u8* p) {
     return f;
   }
   if constexpr (TYPE == BF16_T) return __uint_as_float((u32)(*(const u16*)p) << 16);
-  if constexpr (TYPE == UE8M0_T) return __uint_as_float(*p ? (u32)*p << 23 : 0x400000u);
+  if constexpr (TYPE == UE8M0_T) {  // 0 is 2^-127 and 255 is NaN: both have one bit more
+    const u32 byte = *p;
+    return __uint_as_float(byte << 23 | ((byte + 1 & 0xFE) == 0 ? 0x400000u : 0));
+  }
   if constexpr (TYPE == UE4M3_T) {
     float f;
     asm("{.reg .b32 pair; .reg .b16 low, high; cvt.rn.f16x2.e4m3x2 pair, %1;"
@@ -187,25 +191,20 @@ __device__ __forceinline__ u32 and_xor(u32 a, u32 mask, u32 b) {
   return d;
 }
 
-// 8 codes of BITS bits, at a thread's place in a group's bytes, as 4 pairs of fields (i, i + 4), with
-// other bits above them.
 constexpr u32 MASK = both((1u << BITS) - 1);
-__device__ __forceinline__ void fields(const u8* line, int t, u32 w, u32* f) {
-  if constexpr (BITS == 4) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) f[i] = w >> 4 * i;
-  } else if constexpr (BITS == 2) {
-    w = __byte_perm(*(const u16*)(line + 2 * t), 0, 0x4140);
+
+// 8 codes of neither 4 nor 8 bits, at a thread's place in a group's bytes, as 4 pairs of fields
+// (i, i + 4), with other bits above them.
+__device__ __forceinline__ void fields(const u8* line, int t, u32* f) {
+  if constexpr (BITS == 2) {
+    const u32 w = __byte_perm(*(const u16*)(line + 2 * t), 0, 0x4140);
 #pragma unroll
     for (int i = 0; i < 4; i++) f[i] = w >> 2 * i;
   } else if constexpr (BITS == 1) {
-    w = line[t], w |= w << 12;
+    u32 w = line[t];
+    w |= w << 12;
 #pragma unroll
     for (int i = 0; i < 4; i++) f[i] = w >> i;
-  } else if constexpr (BITS == 8) {
-    uint2 pair = *(const uint2*)(line + 8 * t);
-#pragma unroll
-    for (int i = 0; i < 4; i++) f[i] = __byte_perm(pair.x, pair.y, i | (4 + i) << 8);
   } else {
     int byte = BITS * t;
     const u32* words = (const u32*)(line + (byte & ~3));
@@ -222,19 +221,19 @@ __device__ __forceinline__ void fields(const u8* line, int t, u32 w, u32* f) {
   }
 }
 
-// The 4 pairs of numbers of 8 codes. `word`: those of 4 bits, loaded already; `magic`: MAGIC and SIGN in both halves; `minus`: see subtrahend;
-// `zero`: as a float32, for 8-bit codes.
-__device__ __forceinline__ void decode(const u8* line, int t, u32 word, u32 magic, u32 minus, float zero,
-                                       const u32* lut, u32* a) {
+// The 4 pairs of numbers of 8 codes of 4 bits (w0) or of 8 (w0, w1): the pairs (i, i + 4), neighbours
+// where NATURAL. `magic`: MAGIC and SIGN in both halves; `minus`: see subtrahend; `zero`: as a
+// float32, for 8-bit codes.
+__device__ __forceinline__ void numbers_of(u32 w0, u32 w1, u32 magic, u32 minus, float zero,
+                                           const u32* lut, u32* a) {
   if constexpr (KIND == LOOKUP) {
     const u8* bank = (const u8*)lut + threadIdx.x % 32 * 4;
-    a[0] = *(const u32*)(bank + (word << 7 & 0x7F80));
-    a[1] = *(const u32*)(bank + (word >> 1 & 0x7F80));
-    a[2] = *(const u32*)(bank + (word >> 9 & 0x7F80));
-    a[3] = *(const u32*)(bank + (word >> 17 & 0x7F80));
+    a[0] = *(const u32*)(bank + (w0 << 7 & 0x7F80));
+    a[1] = *(const u32*)(bank + (w0 >> 1 & 0x7F80));
+    a[2] = *(const u32*)(bank + (w0 >> 9 & 0x7F80));
+    a[3] = *(const u32*)(bank + (w0 >> 17 & 0x7F80));
   } else if constexpr (KIND == E4M3) {
-    uint2 w = *(const uint2*)(line + 8 * t);
-    u32 words[2] = {w.x, w.y};
+    const u32 words[2] = {w0, w1};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       u32 pair;
@@ -243,46 +242,54 @@ __device__ __forceinline__ void decode(const u8* line, int t, u32 word, u32 magi
       a[i] = from_f16(pair);
     }
   } else if constexpr (KIND == E5M2) {  // the upper byte of an f16
-    uint2 w = *(const uint2*)(line + 8 * t);
-    u32 words[2] = {w.x, w.y};
+    const u32 words[2] = {w0, w1};
 #pragma unroll
     for (int i = 0; i < 4; i++)
       a[i] = from_f16(__byte_perm(words[i / 2], 0, i % 2 ? 0x3424 : 0x1404));
-  } else if constexpr (KIND == MINIFLOAT) {
-    // Exponent and mantissa in place are the number times a power of two, subnormals too.
-    constexpr int E = KIND == MINIFLOAT ? BITS - 1 - MANTISSA : 1, B = (1 << (E - 1)) - 1;
-    constexpr u32 POWER = F16 ? (30u - B) << 10 : (254u - B) << 7;
-    constexpr int UP = (F16 ? 10 : 7) - MANTISSA;
-    if constexpr (BITS == 4) {
-      constexpr u32 REST = both(7u << UP);
+  } else if constexpr (BITS == 4) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        u32 top = word << (12 - 4 * i);
-        a[i] = fma2((top & 0x80008000u) | (top >> (12 - UP) & REST), both(POWER), MINUS_ZERO2);
-      }
-    } else {
+    for (int i = 0; i < 4; i++) a[i] = fma2(and_xor(w0 >> 4 * i, MASK, magic), ONE2, minus);
+  } else if constexpr (BY_MAGIC) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      a[i] = fma2(and_xor(__byte_perm(w0, w1, i | (4 + i) << 8), MASK, magic), ONE2, minus);
+  } else {  // 8 bits to bf16: 2^23 + u in float32 is 0x4B000000 with u in the lowest bits
+    w0 ^= SIGN * 0x01010101u;
+    w1 ^= SIGN * 0x01010101u;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float low = __uint_as_float(__byte_perm(w0, 0x4B000000u, 0x7440 | i));
+      float high = __uint_as_float(__byte_perm(w1, 0x4B000000u, 0x7440 | i));
+      a[i] = pack(low - zero, high - zero);
+    }
+  }
+}
+
+// The same of codes of any width, at a thread's place in a group's bytes; `word`: those of 4 bits,
+// loaded already.
+__device__ __forceinline__ void decode(const u8* line, int t, u32 word, u32 magic, u32 minus, float zero,
+                                       const u32* lut, u32* a) {
+  if constexpr (BITS == 4) {
+    numbers_of(word, 0, magic, minus, zero, lut, a);
+  } else if constexpr (BITS == 8) {
+    const uint2 w = *(const uint2*)(line + 8 * t);
+    numbers_of(w.x, w.y, magic, minus, zero, lut, a);
+  } else {
+    u32 f[4];
+    fields(line, t, f);
+    if constexpr (KIND == MINIFLOAT) {
+      // Exponent and mantissa in place are the number times a power of two, subnormals too.
+      constexpr int E = KIND == MINIFLOAT ? BITS - 1 - MANTISSA : 1, B = (1 << (E - 1)) - 1;
+      constexpr u32 POWER = F16 ? (30u - B) << 10 : (254u - B) << 7;
+      constexpr int UP = (F16 ? 10 : 7) - MANTISSA;
       constexpr u32 REST = both((1u << (BITS - 1)) - 1);
-      u32 f[4];
-      fields(line, t, word, f);
 #pragma unroll
       for (int i = 0; i < 4; i++)
         a[i] = fma2((f[i] & both(1u << (BITS - 1))) << (16 - BITS) | (f[i] & REST) << UP,
                     both(POWER), MINUS_ZERO2);
-    }
-  } else if constexpr (BY_MAGIC) {
-    u32 f[4];
-    fields(line, t, word, f);
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = fma2(and_xor(f[i], MASK, magic), ONE2, minus);
-  } else {  // 8 bits to bf16: 2^23 + u in float32 is 0x4B000000 with u in the lowest bits
-    uint2 w = *(const uint2*)(line + 8 * t);
-    w.x ^= SIGN * 0x01010101u;
-    w.y ^= SIGN * 0x01010101u;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      float low = __uint_as_float(__byte_perm(w.x, 0x4B000000u, 0x7440 | i));
-      float high = __uint_as_float(__byte_perm(w.y, 0x4B000000u, 0x7440 | i));
-      a[i] = pack(low - zero, high - zero);
+      for (int i = 0; i < 4; i++) a[i] = fma2(and_xor(f[i], MASK, magic), ONE2, minus);
     }
   }
 }
@@ -295,13 +302,21 @@ __device__ __forceinline__ void load_words(const u8* mine, u32 (*words)[2]) {
                : "r"(shared_address(mine)) : "memory");
 }
 
+// An entry of the table: e2m1 is looked up like one, which is quicker than its bits.
+__device__ __forceinline__ float entry_of(const float* table, int i) {
+  if constexpr (MANTISSA != 1) return table[i];
+  const int exponent = i >> 1 & 3;
+  const float size = exponent == 0 ? (i & 1) * 0.5f : (1 + (i & 1) * 0.5f) * (1 << exponent) * 0.5f;
+  return i < 8 ? size : -size;
+}
+
 // Pairs of entries, LUT_COPIES times, so that each lane reads its own bank. For f16 they are scaled
 // to use its whole range; returns what undoes that.
 __device__ __forceinline__ float build_lut(u32* lut, const float* table) {
   float undo = 1.0f;
 #if F16
   float top = 0.0f;
-  for (int i = 0; i < 16; i++) top = fmaxf(top, fabsf(table[i]));
+  for (int i = 0; i < 16; i++) top = fmaxf(top, fabsf(entry_of(table, i)));
   int exponent = (int)(__float_as_uint(top) >> 23) - 127;  // 2^exponent <= top < 2^(exponent + 1)
   int up = min(max(14 - exponent, -126), 126);
   float by = __uint_as_float((u32)(127 + up) << 23);
@@ -309,25 +324,42 @@ __device__ __forceinline__ float build_lut(u32* lut, const float* table) {
 #else
   float by = 1.0f;
 #endif
-  for (int i = threadIdx.x; i < 256 * LUT_COPIES / 4; i += 32 * WN * WK) {
+  for (int i = threadIdx.x; i < 256 * LUT_COPIES / 4; i += THREADS) {
     int entry = i / (LUT_COPIES / 4);
-    u32 pair = pack(table[entry & 15] * by, table[entry >> 4] * by);
+    u32 pair = pack(entry_of(table, entry & 15) * by, entry_of(table, entry >> 4) * by);
     ((uint4*)lut)[i] = make_uint4(pair, pair, pair, pair);
   }
   return undo;
 }
 
 struct Operands {
-  const u8* x;             // (M, XK) bf16 or f16
-  const u8* codes;         // N lines, code_stride bytes apart
+  const u8* x;             // (batch, M, XK) bf16 or f16
+  const u8* codes;         // lines of codes, code_stride bytes apart: N of them, or K in mma_n.cu
   const u8* scales;        // lines of scales, scale_stride bytes apart; BLOCK 0: one a line
   const u8* offsets;
   const float* tensor_scale;
   const float* table;
-  void* y;                 // (M / PLANES, N)
+  void* y;                 // (batch, M / PLANES, N)
   long long code_stride, scale_stride, offset_stride;
-  int m, n, xk, chunks, code_line, scale_line, offset_line, block_rows;
+  long long x_batch, code_batch, scale_batch, offset_batch;  // bytes between products of a batch
+  int m, n, k, xk, chunks, code_line, scale_line, offset_line, block_rows, m_tiles;
 };
+
+// One product of a batch: blockIdx.y counts tiles of its rows of x, then products.
+__device__ __forceinline__ Operands of_batch(const Operands& p) {
+  if constexpr (!BATCHED) return p;
+  Operands one = p;
+  const long long batch = blockIdx.y / p.m_tiles;
+  one.x += batch * p.x_batch;
+  one.codes += batch * p.code_batch;
+  one.scales += batch * p.scale_batch;
+  one.offsets += batch * p.offset_batch;
+  one.y = (u8*)p.y + batch * (p.m / PLANES) * p.n * (OUT == 0 ? 4 : 2);
+  return one;
+}
+__device__ __forceinline__ int first_row(const Operands& p) {
+  return (BATCHED ? blockIdx.y % p.m_tiles : blockIdx.y) * COLUMNS;
+}
 
 // A warp's rows of the weight: chunks of codes, and the scales and offsets that belong to them.
 struct Weight {
@@ -349,13 +381,13 @@ struct Weight {
   }
 };
 
-// A chunk of the rows of x that a block of threads multiplies, copied by THREADS threads to wherever
+// A chunk of the rows of x that a block of threads multiplies, copied by COPIERS threads to wherever
 // `place` says that 16 bytes of a row go.
-template <int THREADS>
+template <int COPIERS>
 struct Activations {
   static constexpr int PIECES = CHUNK / 8;
-  static constexpr bool IN_STEP = THREADS % PIECES == 0;  // a thread keeps its place along the row
-  static constexpr int APART = IN_STEP ? THREADS / PIECES : 1;
+  static constexpr bool IN_STEP = COPIERS % PIECES == 0;  // a thread keeps its place along the row
+  static constexpr int APART = IN_STEP ? COPIERS / PIECES : 1;
   const u8* mine;
   int rows, row, piece, xk;
 
@@ -385,12 +417,81 @@ struct Activations {
     } else {
       for (int r = 0; r < rows; r++, from += step)
 #pragma unroll
-        for (int i = 0; i < PIECES; i += THREADS)
+        for (int i = 0; i < PIECES; i += COPIERS)
           if (piece + i < PIECES)
             copy<16>(to + place(r, piece + i), from + i * 16, k + i * 8 < xk);
     }
   }
 };
+
+// -- scales as bf16 ------------------------------------------------------------------------------
+
+// The scales and offsets of one row for a chunk, in registers.
+template <int BYTES>
+struct Numbers {
+  u32 words[(BYTES + 3) / 4 + 1];
+
+  __device__ __forceinline__ void load(const u8* from) {
+    if constexpr (BYTES % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i < BYTES / 16; i++) *(uint4*)(words + 4 * i) = ((const uint4*)from)[i];
+    } else if constexpr (BYTES % 8 == 0) {
+#pragma unroll
+      for (int i = 0; i < BYTES / 8; i++) *(uint2*)(words + 2 * i) = ((const uint2*)from)[i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < (BYTES + 3) / 4; i++) words[i] = ((const u32*)from)[i];
+    }
+  }
+
+  // The bits of number i, of SIZE bytes.
+  template <int SIZE>
+  __device__ __forceinline__ u32 at(int i) const {
+    if constexpr (SIZE == 4) return words[i];
+    constexpr int EACH = SIZE == 4 ? 1 : 4 / SIZE;
+    return words[i / EACH] >> i % EACH * (8 * SIZE) & ((1ull << 8 * SIZE) - 1);
+  }
+};
+
+// The number of the 32 values of group c; with two blocks in a group that of the thread's values.
+template <int SIZE, int BYTES>
+__device__ __forceinline__ u32 of_group(const Numbers<BYTES>& numbers, int c, int t) {
+  if constexpr (HALVES) {
+    const u32 low = numbers.template at<SIZE>(2 * c), high = numbers.template at<SIZE>(2 * c + 1);
+    return t < 2 ? low : high;
+  }
+  return numbers.template at<SIZE>(BLOCK >= CHUNK ? 0 : c * 32 / BLOCK);
+}
+
+// A scale twice, as bf16.
+__device__ __forceinline__ u32 scale_pair(u32 bits) {
+  if constexpr (SCALE == BF16_T) return bits * 0x10001u;
+  const float s = number<SCALE>((const u8*)&bits);
+  return pack(s, s);
+}
+
+// -- products of a warp ---------------------------------------------------------------------------
+
+#if F16
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#endif
+
+__device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// The warps of a slice of k wait for each other.
+__device__ __forceinline__ void sync_slice(int slice) {
+  if constexpr (WN == 1) {
+    __syncwarp();
+  } else {
+    asm volatile("bar.sync %0, %1;" ::"r"(slice + 1), "n"(32 * WN) : "memory");
+  }
+}
 
 // -- sums -----------------------------------------------------------------------------------------
 
@@ -425,18 +526,19 @@ __device__ __forceinline__ void cluster_sync() {
                    : "memory");
 }
 
-// A number in the shared memory of a block of threads of the cluster.
-__device__ __forceinline__ float peer(const float* p, int rank) {
-  if constexpr (KC == 1) return *p;
+// Four numbers in the shared memory of a block of threads of the cluster.
+__device__ __forceinline__ float4 peer(const float* p, int rank) {
+  if constexpr (KC == 1) return *(const float4*)p;
   u32 there;
-  float f;
+  float4 f;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(f) : "r"(there) : "memory");
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(f.x), "=f"(f.y), "=f"(f.z), "=f"(f.w) : "r"(there) : "memory");
   return f;
 }
 
 // A warp's sums of 16 rows to shared memory, by slice, column and row.
-constexpr int SUMS_LINE = ROWS * WN + 1;  // an odd pitch in floats
+constexpr int SUMS_LINE = ROWS * WN + 4;  // floats: a warp's stores go to 32 banks
 __device__ __forceinline__ void put_sums(float* sums, const float (*acc)[4], int slice, int row,
                                          int m_here, int lane) {
 #pragma unroll
@@ -449,6 +551,35 @@ __device__ __forceinline__ void put_sums(float* sums, const float (*acc)[4], int
     }
 }
 
+// Up to four neighbours of y, at once where they lie at whole fours.
+__device__ __forceinline__ void put(void* y, long long at, const float* f, int count, bool whole) {
+#if OUT == 0
+  float* to = (float*)y + at;
+  if (whole) {
+    *(float4*)to = make_float4(f[0], f[1], f[2], f[3]);
+    return;
+  }
+  for (int j = 0; j < 4; j++)
+    if (j < count) to[j] = f[j];
+#else
+  u32 low, high;
+#if OUT == 1
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(f[1]), "f"(f[0]));
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(f[3]), "f"(f[2]));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(f[1]), "f"(f[0]));
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(f[3]), "f"(f[2]));
+#endif
+  u16* to = (u16*)y + at;
+  if (whole) {
+    *(uint2*)to = make_uint2(low, high);
+    return;
+  }
+  for (int j = 0; j < 4; j++)
+    if (j < count) to[j] = (u16)((j < 2 ? low : high) >> j % 2 * 16);
+#endif
+}
+
 // The slices of a cluster together, in order, scaled, and out: each block of threads its share.
 __device__ __forceinline__ void finish(const Operands& p, const float* sums, int first_m, int m_here,
                                        float undo) {
@@ -457,35 +588,31 @@ __device__ __forceinline__ void finish(const Operands& p, const float* sums, int
   } else {
     __syncthreads();
   }
-  constexpr int THREADS = 32 * WN * WK;
-  float whole = undo * (p.tensor_scale ? *p.tensor_scale : 1.0f);
-  for (int i = threadIdx.x + blockIdx.z * THREADS; i < ROWS * WN * (m_here / PLANES);
-       i += THREADS * KC) {
-    int row = i % (ROWS * WN), column = i / (ROWS * WN), n = blockIdx.x * (ROWS * WN) + row;
-    if (n >= p.n) continue;
-    float y = 0.0f;
+  constexpr int QUADS = ROWS * WN / 4;  // of rows
+  const float whole = undo * (p.tensor_scale ? *p.tensor_scale : 1.0f);
+#pragma unroll 2
+  for (int i = threadIdx.x + blockIdx.z * THREADS; i < QUADS * (m_here / PLANES); i += THREADS * KC) {
+    const int row = i % QUADS * 4, column = i / QUADS, n = blockIdx.x * (ROWS * WN) + row;
+    float y[4] = {};
 #pragma unroll
     for (int plane = PLANES - 1; plane >= 0; plane--) {  // the smallest first
-      float one = 0.0f;
+      float one[4] = {};
 #pragma unroll
-      for (int s = 0; s < WK * KC; s++)
-        one += peer(sums + (s % WK * COLUMNS + column * PLANES + plane) * SUMS_LINE + row, s / WK);
-      y += one;
+      for (int s = 0; s < WK * KC; s++) {
+        const float4 f = peer(sums + (s % WK * COLUMNS + column * PLANES + plane) * SUMS_LINE + row, s / WK);
+        one[0] += f.x, one[1] += f.y, one[2] += f.z, one[3] += f.w;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) y[j] += one[j];
     }
-    if constexpr (!IN_BLOCKS) y *= number<SCALE>(p.scales + n / p.block_rows * p.scale_stride);
-    y *= whole;
-    long long at = (long long)(first_m / PLANES + column) * p.n + n;
-#if OUT == 0
-    ((float*)p.y)[at] = y;
-#elif OUT == 1
-    u16 half;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(y));
-    ((u16*)p.y)[at] = half;
-#else
-    u16 half;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(y));
-    ((u16*)p.y)[at] = half;
-#endif
+    if (n >= p.n) continue;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      if constexpr (!IN_BLOCKS)
+        y[j] *= number<SCALE>(p.scales + min(n + j, p.n - 1) / p.block_rows * p.scale_stride);
+      y[j] *= whole;
+    }
+    put(p.y, (long long)(first_m / PLANES + column) * p.n + n, y, min(p.n - n, 4), p.n % 4 == 0);
   }
   if constexpr (KC > 1) cluster_sync();  // none leaves while another reads its sums
 }

@@ -197,20 +197,6 @@ def split_kernel(x_ptr, out_ptr, k, padded, stride, TILE: tl.constexpr):
         tl.store(out + plane * padded, part.to(tl.bfloat16), mask=at < padded)
 
 
-@triton.jit
-def arrange_kernel(x_ptr, out_ptr, k, padded, stride, NATURAL: tl.constexpr, TILE: tl.constexpr):
-    """A line in the order in which wgmma.cu makes codes into numbers, zeros behind."""
-    row = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    # Of 32 values: thread t's pair q stands at 16 (q / 2) + 8 (q % 2) + 2 t.
-    pair = at % 32 // 16 * 2 + at % 16 // 8
-    first = at % 8 // 2 * 8
-    inner = 2 * pair + at % 2 if NATURAL else pair + at % 2 * 4
-    source = at // 32 * 32 + first + inner
-    found = tl.load(x_ptr + row * stride + source, mask=source < k, other=0.0)
-    tl.store(out_ptr + row * padded + at, found, mask=at < padded)
-
-
 # -- calls ------------------------------------------------------------------------------------
 
 
@@ -259,20 +245,6 @@ def split_planes(x: torch.Tensor) -> torch.Tensor:
     padded = -(-k // 8) * 8
     out = torch.empty((3 * m, padded), dtype=torch.bfloat16, device=x.device)
     split_kernel[(-(-padded // 1024), m)](x, out, k, padded, x.stride(0), TILE=1024)
-    return out
-
-
-def arrange(x: torch.Tensor, *, natural: bool) -> torch.Tensor:
-    """Lines (m, k) of 16-bit floats as wgmma.cu reads them: (m, k padded to a multiple of 64).
-
-    ``natural``: its codes come in pairs of neighbours, not of those four apart.
-    """
-    m, k = x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
-    padded = -(-k // 64) * 64
-    out = torch.empty((m, padded), dtype=x.dtype, device=x.device)
-    grid = (-(-padded // 1024), m)
-    arrange_kernel[grid](x, out, k, padded, x.stride(0), NATURAL=natural, TILE=1024)
     return out
 
 

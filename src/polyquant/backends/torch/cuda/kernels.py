@@ -107,6 +107,14 @@ def _why_not_fp8(problem: Problem) -> str | None:
     return schemes.why_not_paired(problem, (QuantValue.E4M3,)) or _lacks_fp8()
 
 
+def _why_not_block_int8(problem: Problem) -> str | None:
+    return schemes.why_not_blockwise(problem, schemes.AS_INT8) or _lacks_triton()
+
+
+def _why_not_block_fp8(problem: Problem) -> str | None:
+    return schemes.why_not_blockwise(problem, schemes.AS_E4M3) or _lacks_fp8()
+
+
 def _why_not_mma(problem: Problem) -> str | None:
     reason = schemes.why_not(problem) or _lacks_nvrtc()
     if reason is None and isinstance(problem.b, QuantScheme) and schemes.converts_fp8(problem.b):
@@ -153,10 +161,13 @@ def tune(device: str) -> Any:
 
 
 _FP8 = _product("paired", "matmul_fp8")
+_BLOCKWISE = _product("blockwise", "matmul")
 KERNELS = (
     Kernel("torch.nvrtc.mma", "matmul", _why_not_mma, _product("mma", "matmul")),
     Kernel("torch.cublas.int8", "matmul", _why_not_int8, _product("paired", "matmul_int8")),
     Kernel("torch.cublas.fp8", "matmul", _why_not_fp8, _FP8, entering="float16"),
+    Kernel("torch.triton.int8", "matmul", _why_not_block_int8, _BLOCKWISE),
+    Kernel("torch.triton.fp8", "matmul", _why_not_block_fp8, _BLOCKWISE, entering="float16"),
     Kernel("torch.triton.cublas", "matmul", _why_not_cublas, _product("products", "matmul")),
     Kernel("torch.triton.quantize", "quantize", _why_not_quantize, _quantize),
     Kernel("torch.triton.dequantize", "dequantize", _why_not_dequantize, _dequantize),

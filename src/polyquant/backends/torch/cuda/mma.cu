@@ -18,22 +18,10 @@
 // aligned; lines of codes are a multiple of CODE_PIECE bytes, those of scales of SCALE_PIECE. Codes
 // and scales past the end of a line are read as zero, x past K must be zero or absent.
 //
-// Given by -D: F16 BITS KIND MANTISSA BLOCK SCALE OFFSET OFFSET_TYPE RT NT WN WK KC STAGES CHUNK
-// CODE_PIECE SCALE_PIECE OFFSET_PIECE X_ROWS PLANES OUT. The numbers are named in mma.py.
+// Given by -D: F16 BITS KIND MANTISSA BLOCK SCALE OFFSET OFFSET_TYPE CODE_PIECE SCALE_PIECE
+// OFFSET_PIECE X_ROWS PLANES OUT BATCHED, named in mma.py, and the tile sizes, named in tiles.py.
 
 // -- products -------------------------------------------------------------------------------------
-
-#if F16
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-#else
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-#endif
-
-__device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // Rows g and g + 8 of 32 values of k: pairs of both rows times the pairs of x.
 __device__ __forceinline__ void multiply(float* d, const u32* low, const u32* high, const u32* b) {
@@ -51,30 +39,26 @@ __device__ __forceinline__ void x_pairs(const u8* x, u32* b) {
   }
 }
 
-__device__ __forceinline__ void sync_slice(int slice) {
-  if constexpr (WN == 1) {
-    __syncwarp();
-  } else {
-    asm volatile("bar.sync %0, %1;" ::"r"(slice + 1), "n"(32 * WN) : "memory");
-  }
-}
+// With many rows of x it is less work to scale the numbers, rounded to bf16, than each block's sums.
+constexpr bool SCALED = IN_BLOCKS && !F16 && PLANES == 1 && !SUMS_X && NT > 2;
+constexpr bool CLOSES = IN_BLOCKS && !SCALED;
 
 constexpr int X_PITCH = CHUNK * 2 + 64;  // a quarter of a warp reads two rows: other banks
 constexpr int X_STAGE = X_ROWS * X_PITCH, SLICE_STAGE = WN * WARP_STAGE + X_STAGE;
 
-extern "C" __global__ void __launch_bounds__(32 * WN * WK, BLOCKS) matmul(const Operands p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Operands p) {
   extern __shared__ __align__(16) u8 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slice = warp / WN, across = warp % WN, g = lane / 4, t = lane % 4;
   const int first = blockIdx.x * (ROWS * WN) + across * ROWS;
-  const int first_m = blockIdx.y * COLUMNS, m_here = min(p.m - first_m, COLUMNS);
+  const int first_m = first_row(p), m_here = min(p.m - first_m, COLUMNS);
   u32* lut = (u32*)shared;
   u8* stages = shared + LUT_BYTES + slice * STAGES * SLICE_STAGE;
   const u32 magic = both(MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
   float undo = 1.0f;
 
-  const Weight weight(p, first, lane);
-  const Activations<32 * WN> x(p, first_m, m_here, across * 32 + lane);
+  const Weight weight(of_batch(p), first, lane);
+  const Activations<32 * WN> x(of_batch(p), first_m, m_here, across * 32 + lane);
   auto place = [](int row, int piece) { return row * X_PITCH + piece * 16; };
   auto fetch = [&](int stage, int chunk) {
     const u32 to = shared_address(stages) + stage * SLICE_STAGE;
@@ -121,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WK, BLOCKS) matmul(const 
 #pragma unroll
         for (int r = 0; r < RT; r++) load_words(mine + 16 * r * CODE_PITCH + c * 16, &words[r][c]);
     }
-    constexpr int BLOCK_GROUPS = !IN_BLOCKS || BLOCK >= CHUNK ? GROUPS : (HALVES ? 1 : BLOCK / 32);
+    constexpr int BLOCK_GROUPS = !CLOSES || BLOCK >= CHUNK ? GROUPS : (HALVES ? 1 : BLOCK / 32);
 #pragma unroll
     for (int c = 0; c < GROUPS; c += BLOCK_GROUPS) {
       float d[HALVES ? 2 : 1][RT][NT][4] = {};
@@ -129,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WK, BLOCKS) matmul(const 
       const int block = HALVES ? 2 * c : c / BLOCK_GROUPS;
 #pragma unroll
       for (int e = 0; e < BLOCK_GROUPS; e++) {
+        const int own = HALVES ? 2 * (c + e) + t / 2 : (BLOCK >= CHUNK ? 0 : (c + e) * 32 / BLOCK);
         u32 b[NT][4];
 #pragma unroll
         for (int j = 0; j < NT; j++)
@@ -141,16 +126,21 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WK, BLOCKS) matmul(const 
             u32 minus = subtrahend(SIGN);
             float zero = 8388608.0f + SIGN;
             if constexpr (OFFSET == INTEGER_ZERO) {
-              u32 z = SIGN + offsets[(16 * r + 8 * half) * OFFSET_PITCH + (HALVES ? block + t / 2 : block)];
+              u32 z = SIGN + offsets[(16 * r + 8 * half) * OFFSET_PITCH + own];
               minus = subtrahend(z);
               zero = __uint_as_float(0x4B000000u | z);
             }
             decode(codes + (16 * r + 8 * half) * CODE_PITCH + (c + e) * 4 * BITS, t,
                    words[r][c + e][half], magic, minus, zero, lut, a[half]);
+            if constexpr (SCALED) {
+              const float s = number<SCALE>(scales + (16 * r + 8 * half) * SCALE_PITCH + own * size_of(SCALE));
+#pragma unroll
+              for (int i = 0; i < 4; i++) a[half][i] = fma2(a[half][i], pack(s, s), MINUS_ZERO2);
+            }
           }
 #pragma unroll
           for (int j = 0; j < NT; j++) {
-            if constexpr (!IN_BLOCKS) {
+            if constexpr (!CLOSES) {
               multiply(acc[r][j], a[0], a[1], b[j]);
             } else if constexpr (HALVES) {
               u32 left[4], right[4];
@@ -179,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WK, BLOCKS) matmul(const 
           }
         }
       }
-      if constexpr (IN_BLOCKS) {
+      if constexpr (CLOSES) {
 #pragma unroll
         for (int h = 0; h < (HALVES ? 2 : 1); h++) {
           float sum_x[NT][2];
@@ -199,5 +189,5 @@ extern "C" __global__ void __launch_bounds__(32 * WN * WK, BLOCKS) matmul(const 
   float* sums = (float*)(shared + LUT_BYTES);
 #pragma unroll
   for (int r = 0; r < RT; r++) put_sums(sums, acc[r], slice, across * ROWS + 16 * r, m_here, lane);
-  finish(p, sums, first_m, m_here, undo);
+  finish(of_batch(p), sums, first_m, m_here, undo);
 }

@@ -1,4 +1,7 @@
-"""Products of few float rows with a quantized weight, on tensor cores: ``mma.cu`` says how.
+"""Products of few float rows with a quantized weight, on tensor cores.
+
+``mma.cu`` says how for the fewest rows and for exact weights, ``wgmma.cu`` for more rows of bf16,
+``mma_n.cu`` for a weight stored (in, out).
 
 Here is what it is compiled with, and its launch; ``schemes.py`` says what it takes.
 """
@@ -13,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polyquant.backends.torch.cuda import decode, nvrtc
+from polyquant.backends.torch.cuda import decode, nvrtc, products
 from polyquant.backends.torch.cuda.schemes import (
     LOOKUP,
     SIZES,
@@ -23,7 +26,7 @@ from polyquant.backends.torch.cuda.schemes import (
     offset_of,
     type_number,
 )
-from polyquant.backends.torch.cuda.tiles import Tiles, tiles_of
+from polyquant.backends.torch.cuda.tiles import Tiles, columns_of, tiles_of
 from polyquant.codec import line_size_bytes
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
@@ -44,61 +47,91 @@ class _Operands(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "offsets")),
         *((name, ctypes.c_void_p) for name in ("tensor_scale", "table", "y")),
         *((name, ctypes.c_int64) for name in ("code_stride", "scale_stride", "offset_stride")),
-        *((name, ctypes.c_int) for name in ("m", "n", "xk", "chunks", "code_line")),
-        *((name, ctypes.c_int) for name in ("scale_line", "offset_line", "block_rows")),
+        *((f"{name}_batch", ctypes.c_int64) for name in ("x", "code", "scale", "offset")),
+        *((name, ctypes.c_int) for name in ("m", "n", "k", "xk", "chunks", "code_line")),
+        *((name, ctypes.c_int) for name in ("scale_line", "offset_line", "block_rows", "m_tiles")),
     )
 
 
 class _Grid(NamedTuple):
-    """Numbers of the blocks, one grid: the array, its type's number, bytes between its lines."""
+    """Numbers of the blocks, one grid: the array, its type's number, bytes between its lines and
+    between products of a batch."""
 
     array: torch.Tensor
     kind: int
     stride: int
+    batch: int
 
 
 def matmul(x: torch.Tensor, weight: QTensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x @ weight`` for a weight (k, n) that is stored (n, k), accumulated in float32."""
-    k, n = weight.shape
-    lines = x.reshape(-1, k)
-    y = torch.empty((lines.shape[0], n), dtype=dtype, device=x.device)
+    """``x @ weight``, accumulated in float32: x (..., m, k) or (k,), weight (..., k, n).
+
+    The weight's last two axes are stored last, in either order; its other axes are those of ``x``
+    or are broadcast against (what that cannot be is dequantized for cuBLAS).
+    """
+    k, n = weight.shape[-2:]
+    batch = weight.shape[:-2]
+    if not batch:
+        rows = x.reshape(1, -1, k)
+    elif x.ndim > 1 and torch.broadcast_shapes(x.shape[:-2], batch) == batch:
+        rows = x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
+    else:
+        return products.matmul(x, weight, dtype)
+    m, planes = rows.shape[1], PLANES[x.dtype]
+    y = torch.empty((rows.shape[0], m, n), dtype=dtype, device=x.device)
     if k == 0:
         y.zero_()
     elif y.numel():
-        planes = PLANES[x.dtype]
-        step = _TOGETHER // planes if planes > 1 else lines.shape[0]
-        for start in range(0, lines.shape[0], step):
-            rows = slice(start, start + step)
-            multiply(lines[rows], weight, y[rows], None)
-    return y.reshape(*x.shape[:-1], n)
+        step = _TOGETHER // planes if planes > 1 else m
+        if m <= step:
+            multiply(rows, weight, y, None)
+        elif batch:
+            return products.matmul(x, weight, dtype)
+        else:
+            for start in range(0, m, step):
+                part = slice(start, start + step)
+                multiply(rows[:, part], weight, y[:, part], None)
+    lead = (*batch, m) if batch else x.shape[:-1]
+    return y.reshape(*lead, n)
 
 
 def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | None) -> None:
-    """``y = x @ weight`` for lines of ``x``, by tiles of the caller's choice or the table's."""
-    m, k = x.shape
-    n = weight.shape[1]
-    planes = PLANES[x.dtype]
-    kind = kind_of(weight.scheme)
-    bits = kind.bits if kind is not None else weight.scheme.bits
-    if tiles is None:
-        number = 0 if kind is None else kind.number
-        tiles = tiles_of(number, bits, m * planes, n, k, x.device.index or 0)
-    tiles = _fitting(tiles, weight.scheme, m * planes, x.device.index or 0)
-    entering = decode.split_planes(x) if planes > 1 else x if tiles.wide else _aligned(x)
+    """``y = x @ weight``, x (batch, m, k) or (m, k), by the given tiles or the table's."""
+    x, y = (x[None], y[None]) if x.ndim == 2 else (x, y)
+    (batch, m, k), n = x.shape, y.shape[2]
+    planes, device = PLANES[x.dtype], x.device.index or 0
+    kind, by_n = kind_of(weight.scheme), weight.axes[-1] == weight.ndim - 1
+    bits, number = weight.scheme.bits, 0
+    if kind is not None:
+        bits, number = kind.bits, kind.number
+    if by_n:
+        tiles = tiles or columns_of(bits, m, n, torch.cuda.get_device_capability(device))
+    else:
+        tiles = tiles or tiles_of(number, bits, m * planes, n, k, device)
+        tiles = _fitting(tiles, weight.scheme, x.dtype, device)
     if tiles.wide:
-        entering = decode.arrange(entering, natural=kind is not None and kind.is_natural)
+        entering = _arranged(x, tiles.chunk, kind is not None and kind.is_natural)
+        x_bytes = entering.stride(0) * 2
+    else:
+        entering = decode.split_planes(x.reshape(-1, k)) if planes > 1 else _aligned(x)
+        x_bytes = m * planes * entering.shape[-1] * 2
     codes = weight.data
-    if codes.data_ptr() % 4 or codes.stride(1) != 1:
+    if codes.data_ptr() % 4 or not (
+        codes.is_contiguous() or (codes.ndim, codes.stride(-1)) == (2, 1)
+    ):
         codes = codes.clone(memory_format=torch.contiguous_format)
-    scales = _grid(weight.scales, weight.scheme.scale)
+    scales = _grid(weight.scales, weight.scheme.scale, batch)
     offset = weight.scheme.offset
-    offsets = None if offset is None else _grid(weight.offsets, offset.dtype)
+    offsets = None if offset is None else _grid(weight.offsets, offset.dtype, batch)
     plan = _plan(
         weight.scheme,
-        (m * planes, n, k, entering.shape[1]),
-        (x.dtype, y.dtype, x.device.index or 0),
+        (weight.stored_shape, by_n, batch, m * planes),
+        (x.dtype, y.dtype, device),
         (scales.kind, _step_of(scales), 0 if offsets is None else offsets.kind),
-        (_step(codes.data_ptr() | codes.stride(0)), 1 if offsets is None else _step_of(offsets)),
+        (
+            _step(codes.data_ptr() | codes.stride(-2)),
+            1 if offsets is None else _step_of(offsets),
+        ),
         tiles,
     )
     argument = _Operands(
@@ -109,35 +142,71 @@ def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | N
         0 if weight.tensor_scale is None else weight.tensor_scale.data_ptr(),
         0 if weight.table is None else weight.table.data_ptr(),
         y.data_ptr(),
-        codes.stride(0),
+        codes.stride(-2),
         scales.stride,
         0 if offsets is None else offsets.stride,
+        x_bytes,
+        codes.stride(-2) * codes.shape[-2] if batch > 1 else 0,
+        scales.batch,
+        0 if offsets is None else offsets.batch,
         m * planes,
         n,
-        entering.shape[1],
+        k,
+        entering.shape[-1],
         *plan.numbers,
     )
     nvrtc.launch(plan.function, plan.grid, argument, early=plan.early)
 
 
 @lru_cache(maxsize=4096)
-def _fitting(tiles: Tiles, scheme: QuantScheme, columns: int, device: int) -> Tiles:
-    """The tiles, or such as the scheme and the GPU allow.
+def _fitting(tiles: Tiles, scheme: QuantScheme, dtype: torch.dtype, device: int) -> Tiles:
+    """The tiles, or such as the scheme, the dtype of ``x`` and the GPU allow.
 
-    wgmma.cu is for Hopper and does not sum x; clusters came with Hopper. The planes of a row of
-    float32 lie in one tile.
+    wgmma.cu is for Hopper, rounds weights to bf16 and does not sum x; clusters came with Hopper.
+    The planes of a row of float32 lie in one tile.
     """
     capability = torch.cuda.get_device_capability(device)
-    if tiles.wide and (offset_of(scheme) in SUMMING or capability != (9, 0)):
+    takes = dtype is torch.bfloat16 and offset_of(scheme) not in SUMMING and capability == (9, 0)
+    if tiles.wide and not takes:
         tiles = Tiles(2, min(tiles.nt, 8), 4, 2, 1, 2, 128)
     if capability < (9, 0):
         tiles = tiles._replace(kc=1, early=0)
     return tiles
 
 
+class _Rows(ctypes.Structure):
+    """The argument of arrange.cu's kernel."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+        *((name, ctypes.c_int64) for name in ("x_stride", "x_batch")),
+        *((name, ctypes.c_int) for name in ("m", "k", "groups")),
+    )
+
+
+#: Tiles of 64 values of k of x that wgmma.cu holds at least.
+_X_LEAST = 4
+#: Threads of a block of arrange.cu, of 32 values each.
+_ARRANGERS = 64
+
+
+def _arranged(x: torch.Tensor, chunk: int, natural: bool) -> torch.Tensor:
+    """``x`` (batch, m, k) bf16 as wgmma.cu reads it: (batch, k / 64, m, 64), m and k padded."""
+    batch, m, k = x.shape
+    x = x if x.stride(2) == 1 else x.contiguous()
+    lines, tiles = -(-m // 8) * 8, -(-k // chunk) * chunk // 64
+    out = torch.empty((batch, tiles, lines, 64), dtype=x.dtype, device=x.device)
+    options = (f"NATURAL={int(natural)}",)
+    function = nvrtc.load(("arrange.cu",), "arrange", options, _ARRANGERS, 0, x.device.index or 0)
+    strides = (2 * x.stride(1), 2 * x.stride(0))
+    argument = _Rows(x.data_ptr(), out.data_ptr(), *strides, m, k, 2 * tiles)
+    nvrtc.launch(function, (-(-2 * tiles // _ARRANGERS), batch * lines, 1), argument)
+    return out
+
+
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """Lines of whole 16 bytes at addresses of whole 16 bytes: mostly ``x`` itself."""
-    missing = -x.shape[1] % 8
+    missing = -x.shape[-1] % 8
     if missing:
         return torch.nn.functional.pad(x, (0, missing))
     if x.is_contiguous() and x.data_ptr() % 16 == 0:
@@ -145,17 +214,19 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _grid(numbers: Any, kind: Any) -> _Grid:
+def _grid(numbers: Any, kind: Any, batch: int) -> _Grid:
     """Scales or offsets as the kernel reads them; quantized ones are decoded first."""
     if isinstance(numbers, QTensor):
         numbers = decode.dequantize(numbers, None)
     number, array = type_number(kind), numbers.contiguous()
-    per_line = array.shape[-1] if array.ndim > 1 and array.shape[-2] > 1 else 0
-    return _Grid(array, number, per_line * SIZES[number])
+    lines, per_line = array.shape[-2:] if array.ndim > 1 else (1, array.numel())
+    of_each = array.numel() > lines * per_line or batch == 1
+    size = SIZES[number] * per_line
+    return _Grid(array, number, size if lines > 1 else 0, size * lines if of_each else 0)
 
 
 def _step_of(grid: _Grid) -> int:
-    return _step(grid.array.data_ptr() | grid.stride)
+    return _step(grid.array.data_ptr() | grid.stride | grid.batch)
 
 
 def _step(bits: int) -> int:
@@ -176,7 +247,7 @@ class _Plan(NamedTuple):
 @lru_cache(maxsize=4096)
 def _plan(
     scheme: QuantScheme,
-    shape: tuple[int, int, int, int],
+    product: tuple[tuple[int, ...], bool, int, int],
     place: tuple[torch.dtype, torch.dtype, int],
     grids: tuple[int, int, int],
     steps: tuple[int, int],
@@ -184,24 +255,26 @@ def _plan(
 ) -> _Plan:
     """What one shape of product runs.
 
-    ``shape``: rows of x with planes counted, n, k, extent of x's lines. ``grids``: the types of
-    scales and offsets, and the alignment of the former; ``steps``: of the codes and the latter.
+    ``product``: the weight's stored shape, whether its last axis is n, products of the batch, rows
+    of x with planes counted. ``grids``: the types of scales and offsets, and the alignment of the
+    former; ``steps``: of the codes and the latter.
     """
-    columns, n, k, _ = shape
+    stored, by_n, batch, columns = product
     entering, out, device = place
     kind = kind_of(scheme)
     number, bits = (0, scheme.bits) if kind is None else (kind.number, kind.bits)
-    block = block_of(scheme, k)
+    block = block_of(scheme, stored[-1], by_n=by_n)
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    most -= _TABLE_BYTES if number == LOOKUP else 0
+    x_rows = 1 if columns == 1 and not by_n else 8 * tiles.nt
     while True:
         sizes = tuple(SIZES[each] * _per_chunk(tiles, block) for each in (grids[0], grids[2]))
-        offset_bytes = sizes[1] if scheme.offset is not None else 0
-        x_rows = 1 if columns == 1 else 8 * tiles.nt
-        shared = _shared_bytes(tiles, bits, x_rows, (sizes[0], offset_bytes))
-        shared += _TABLE_BYTES if number == LOOKUP else 0
+        of_blocks = (sizes[0], sizes[1] if scheme.offset is not None else 0)
+        shared = _n_bytes(tiles, bits) if by_n else _shared_bytes(tiles, bits, x_rows, of_blocks)
         if shared <= most or tiles == tiles.smaller():
             break
         tiles = tiles.smaller()
+    line_step = _step(8 * tiles.wn * bits if by_n else tiles.chunk * bits // 8)
     numbers = {
         "F16": int(entering is torch.float16),
         "BITS": bits,
@@ -211,33 +284,42 @@ def _plan(
         "SCALE": grids[0],
         "OFFSET": offset_of(scheme),
         "OFFSET_TYPE": grids[2],
-        "CODE_PIECE": min(steps[0], _step(tiles.chunk * bits // 8)),
+        "CODE_PIECE": min(steps[0], line_step),
         "SCALE_PIECE": min(grids[1], _step(sizes[0])),
         "OFFSET_PIECE": min(steps[1], _step(sizes[1])),
         "X_ROWS": x_rows,
         "PLANES": PLANES[entering],
         "OUT": _OUT[out],
+        "BATCHED": int(batch > 1),
         **{name.upper(): each for name, each in tiles._asdict().items()},
     }
-    options = tuple(f"{name}={each}" for name, each in numbers.items())
-    threads = 32 * tiles.wn * tiles.wk
+    before, source = "", "mma_n.cu" if by_n else "mma.cu"
     if tiles.wide:
-        before = _wgmma(8 * tiles.nt, "f16" if entering is torch.float16 else "bf16")
-        function = nvrtc.load("wgmma.cu", "matmul", options, threads, shared, device, before)
-    else:
-        function = nvrtc.load("mma.cu", "matmul", options, threads, shared, device)
-    grid = (
-        math.ceil(n / (16 * tiles.rt * tiles.wn)),
-        math.ceil(columns / (8 * tiles.nt)),
-        tiles.kc,
-    )
-    stored = scheme.scale_shape((n, k))
-    lines = tuple(stored[1] * SIZES[each] for each in (grids[0], grids[2]))
-    code_line = line_size_bytes(k, scheme.bits, scheme.store)
-    rows = scheme.block_extents((n, k))[0] if stored[0] > 1 else 1
-    return _Plan(
-        function, grid, (math.ceil(k / tiles.chunk), code_line, *lines, rows), bool(tiles.early)
-    )
+        more = (most // tiles.blocks - 1024 - shared) // _x_tile(tiles)
+        numbers["X_STAGES"] = max(_X_LEAST, min(8, _X_LEAST + more))
+        shared += (numbers["X_STAGES"] - _X_LEAST) * _x_tile(tiles)
+        before, source = _wgmma(8 * tiles.nt), "wgmma.cu"
+    shared += _TABLE_BYTES if number == LOOKUP else 0
+    options = tuple(f"{name}={each}" for name, each in numbers.items())
+    threads = 32 * (tiles.wn * tiles.wk + tiles.wide)
+    function = nvrtc.load(("codes.cuh", source), "matmul", options, threads, shared, device, before)
+    n, k = (stored[-1], stored[-2]) if by_n else stored[-2:]
+    m_tiles = math.ceil(columns / (8 * tiles.nt))
+    grid = (math.ceil(n / (16 * tiles.rt * tiles.wn)), m_tiles * batch, tiles.kc)
+    counts = scheme.scale_shape(stored)[-2:]
+    lines = tuple(counts[1] * SIZES[each] for each in (grids[0], grids[2]))
+    height = scheme.block_extents(stored)[-2] if counts[0] > 1 else stored[-2]
+    code_line = line_size_bytes(stored[-1], scheme.bits, scheme.store)
+    given = (math.ceil(k / tiles.chunk), code_line, *lines, height, m_tiles)
+    # Before wgmma.cu's kernel comes that of arrange.cu, which makes only x.
+    return _Plan(function, grid, given, bool(tiles.early or tiles.wide))
+
+
+def _n_bytes(tiles: Tiles, bits: int) -> int:
+    """Shared memory of a block of threads of mma_n.cu without a table."""
+    stage = tiles.chunk * tiles.wn * 8 * bits + 8 * tiles.nt * (2 * tiles.chunk + 32)
+    sums = tiles.wk * 8 * tiles.nt * (64 * tiles.wn + 4) * 4
+    return max(tiles.wk * tiles.stages * stage, sums)
 
 
 def _per_chunk(tiles: Tiles, block: int) -> int:
@@ -250,27 +332,30 @@ def _shared_bytes(tiles: Tiles, bits: int, x_rows: int, numbers: tuple[int, int]
     rows = 16 * tiles.rt
     line = tiles.chunk * bits // 8 + (16 if bits <= 4 else 32)
     line += sum(-(-each // 16) * 16 for each in numbers)
-    x_bytes = 8 * tiles.nt * tiles.chunk * 2 if tiles.wide else x_rows * (tiles.chunk * 2 + 64)
-    stage = tiles.wn * rows * line + x_bytes
-    if tiles.wide:
-        stage = -(-stage // 1024) * 1024
-    sums = tiles.wk * 8 * tiles.nt * (rows * tiles.wn + 1) * 4
-    return max(tiles.wk * tiles.stages * stage, sums) + (1024 if tiles.wide else 0)
+    sums = tiles.wk * 8 * tiles.nt * (rows * tiles.wn + 4) * 4
+    if tiles.wide:  # alignment, barriers, and the fewest tiles of x: their number is chosen later
+        least = _X_LEAST * _x_tile(tiles)
+        return 1152 + max(tiles.stages * tiles.wn * rows * line + least, sums)
+    stage = tiles.wn * rows * line + x_rows * (tiles.chunk * 2 + 64)
+    return max(tiles.wk * tiles.stages * stage, sums)
 
 
-def _wgmma(columns: int, kind: str) -> str:
+def _x_tile(tiles: Tiles) -> int:
+    """Bytes of 64 values of the rows of x that a block of threads of wgmma.cu multiplies."""
+    return 8 * tiles.nt * 128
+
+
+def _wgmma(columns: int) -> str:
     """The function that multiplies 16 values of k: PTX names each of its registers."""
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(count))
     left = ", ".join(f"%{count + i}" for i in range(4))
     return f"""
-__device__ __forceinline__ void wgmma(float (*d)[4], const unsigned* a, unsigned long long x,
-                                      int adds) {{
-  asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0;"
-               " wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
-               " {{{sums}}}, {{{left}}}, %{count + 4}, p, 1, 1, 0;}}"
+__device__ __forceinline__ void wgmma(float (*d)[4], const unsigned* a, unsigned long long x) {{
+  asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+               " {{{sums}}}, {{{left}}}, %{count + 4}, 1, 1, 1, 0;"
                : {outputs}
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(adds));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
 }}
 """

@@ -23,7 +23,7 @@ class Function(NamedTuple):
 
 @lru_cache(maxsize=512)
 def load(
-    source: str,
+    sources: tuple[str, ...],
     name: str,
     options: tuple[str, ...],
     threads: int,
@@ -31,15 +31,15 @@ def load(
     device: int,
     before: str = "",
 ) -> Function:
-    """The kernel ``name`` of a source file beside this one, compiled with ``-D`` options.
+    """The kernel ``name`` of source files beside this one, compiled with ``-D`` options.
 
-    ``before`` is more source, which stands before it.
+    ``before`` is more source, which stands before them.
 
     Raises BackendMissing with the compiler's words where it fails.
     """
-    cubin = _compile(source, options, torch.cuda.get_device_capability(device), before)
+    cubin = _compile(sources, options, torch.cuda.get_device_capability(device), before)
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # a context must be there
+        _enter(device)
         module = _ask(driver.cuModuleLoadData(cubin))
         handle = _ask(driver.cuModuleGetFunction(module, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -49,11 +49,10 @@ def load(
 
 @lru_cache(maxsize=512)
 def _compile(
-    source: str, options: tuple[str, ...], capability: tuple[int, int], before: str
+    sources: tuple[str, ...], options: tuple[str, ...], capability: tuple[int, int], before: str
 ) -> bytes:
-    folder = Path(__file__).parent
-    files = (folder / "codes.cuh", folder / source)
-    text = b"".join([before.encode(), *(file.read_bytes() for file in files)])
+    folder, source = Path(__file__).parent, sources[-1]
+    text = b"".join([before.encode(), *((folder / each).read_bytes() for each in sources)])
     own = "a" if capability == (9, 0) else ""  # Hopper's own instructions, wgmma among them
     target = f"--gpu-architecture=sm_{capability[0]}{capability[1]}{own}"
     flags = [target, "--std=c++17", "-default-device", *(f"-D{each}" for each in options)]
@@ -130,9 +129,24 @@ def launch(
     attributes = _attributes(grid[2], early)
     place = ctypes.addressof(attributes)
     config = _Config(*grid, threads, 1, 1, shared, stream, place, len(attributes))
-    status = _launcher()(ctypes.addressof(config), function.handle, pointers, None)
+    given = (ctypes.addressof(config), function.handle, pointers, None)
+    status = _launcher()(*given)
+    if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        _enter(torch.cuda.current_device())
+        status = _launcher()(*given)
     if status:
         _fail(str(driver.CUresult(status)))
+
+
+@cache
+def _context(device: int) -> Any:
+    """A device's primary context, which torch uses too; it is kept for as long as the process."""
+    return _ask(driver.cuDevicePrimaryCtxRetain(device))
+
+
+def _enter(device: int) -> None:
+    """Make the context current: a thread that has only asked torch so far has none."""
+    _ask(driver.cuCtxSetCurrent(_context(device)))
 
 
 def _ask(answer: tuple[Any, ...]) -> Any:

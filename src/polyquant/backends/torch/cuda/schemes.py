@@ -22,8 +22,11 @@ _MOST_K = 1 << 16
 _WHOLE_ROW = 1 << 30
 #: Offsets that take the sum of x over a block.
 SUMMING = (_FLOAT_ZERO, _BIAS)
-#: Rows of x above which dequantizing the weight for cuBLAS is quicker (8192 x 8192, H200).
-_MOST_ROWS = MappingProxyType({"bfloat16": 256, "float16": 256, "float32": 64})
+#: Rows of x above which dequantizing the weight for cuBLAS is quicker (8192 x 8192, H200): by
+#: wgmma.cu, which takes bf16, and by mma.cu.
+_MOST_ROWS = MappingProxyType({"bfloat16": 512, "float16": 64, "float32": 64})
+#: By mma.cu beside offsets that take sums of x, and by mma_n.cu.
+_MOST_SUMMING, _MOST_BY_N = 64, 32
 
 
 def why_not(problem: Problem) -> str | None:
@@ -33,14 +36,37 @@ def why_not(problem: Problem) -> str | None:
         return "it multiplies a float by a quantized weight"
     if problem.a not in _MOST_ROWS:
         return f"it takes bfloat16, float16 and float32, not {problem.a}"
-    if problem.layout[1] != (1, 0):
-        return "it takes a weight of two axes, stored with the input axis last (x @ q.mT)"
     if problem.a == "float32" and scheme.mode is QuantMode.LOOKUP:
         return "a table's float32 entries do not enter a bf16 multiplier exactly"
-    most = _MOST_ROWS[problem.a]
+    axes = problem.layout[1] or ()
+    rank = len(axes)
+    if rank < 2 or axes[:-2] != tuple(range(rank - 2)):
+        return "it takes a weight whose last two axes are stored last"
+    if scheme.block is not None and len(scheme.block) > 2:
+        return "its blocks must have two axes at most"
+    by_n = axes[-1] == rank - 1
+    most = _MOST_SUMMING if offset_of(scheme) in SUMMING else _MOST_ROWS[problem.a]
+    most = _MOST_BY_N if by_n else most
     if problem.m > most:
-        return f"it is for up to {most} rows of {problem.a}; more are quicker by cuBLAS"
+        return f"it is for up to {most} rows of {problem.a} by {scheme}; more are quicker by cuBLAS"
+    if by_n:
+        return _why_not_by_n(problem.a, scheme)
     return _why_not_codes(scheme, problem.step) or _why_not_blocks(scheme)
+
+
+def _why_not_by_n(entering: QuantScheme | str, scheme: QuantScheme) -> str | None:
+    """Why ``mma_n.cu`` cannot read a weight stored (in, out), or None."""
+    if entering != "bfloat16":
+        return f"a weight stored (in, out) is multiplied with bfloat16, not {entering}"
+    kind = kind_of(scheme)
+    if kind is None or kind.bits not in (4, 8) or scheme.store is not QuantStore.PACKED_U32:
+        return "of a weight stored (in, out) it takes codes of 4 and 8 bits in 32-bit words"
+    offset = offset_of(scheme)
+    if offset != _NO_OFFSET and (offset != _INTEGER_ZERO or kind.bits != 4):
+        return "of a weight stored (in, out) it takes integer zero points beside 4 bits"
+    if scheme.block is not None and scheme.block[-1] != -1 and scheme.block[-1] % 8:
+        return "blocks of a weight stored (in, out) must be of whole 8 values of a line"
+    return None
 
 
 def _why_not_codes(scheme: QuantScheme, step: int) -> str | None:
@@ -58,9 +84,9 @@ def _why_not_codes(scheme: QuantScheme, step: int) -> str | None:
 
 def _why_not_blocks(scheme: QuantScheme) -> str | None:
     if scheme.block is None or scheme.block[-1] == -1:
-        return None if scheme.block is None or len(scheme.block) <= 2 else "blocks of three axes"
+        return None
     extent = scheme.block[-1]
-    if len(scheme.block) > 2 or extent < 16 or extent & (extent - 1):
+    if extent < 16 or extent & (extent - 1):
         return "its blocks must be a power of two from 16 on along the input axis"
     return None
 
@@ -89,17 +115,19 @@ def kind_of(scheme: QuantScheme) -> CodeKind | None:
         return CodeKind(LOOKUP, 4) if scheme.bits == 4 and not is_native else None
     if value in (QuantValue.E4M3, QuantValue.E5M2):
         return CodeKind(_E4M3 if value is QuantValue.E4M3 else _E5M2, 8)
+    if value is QuantValue.E2M1:  # looked up in a table of the kernel's own
+        return None if is_native else CodeKind(LOOKUP, 4, 1)
     if value.is_float:
         return None if is_native else CodeKind(_MINIFLOAT, value.bits, int(value[3]))
     return CodeKind(_SIGNED if value.is_signed else _UNSIGNED, 8 if is_native else value.bits)
 
 
-def block_of(scheme: QuantScheme, k: int) -> int:
-    """Values of k that share a scale; 0 where a whole row does, and nothing is read in the loop."""
+def block_of(scheme: QuantScheme, k: int, *, by_n: bool) -> int:
+    """Values of a line that share a scale; 0 where a whole row does, and the loop reads nothing."""
     whole = scheme.block is None or scheme.block[-1] == -1
     if not whole and scheme.block is not None:
         return int(scheme.block[-1])
-    return _WHOLE_ROW if scheme.offset is not None else 0
+    return _WHOLE_ROW if by_n or scheme.offset is not None else 0
 
 
 def offset_of(scheme: QuantScheme) -> int:
@@ -133,3 +161,44 @@ def why_not_paired(problem: Problem, values: tuple[QuantValue, ...]) -> str | No
     if values == INTEGERS and problem.k > _MOST_K:
         return f"sums of more than {_MOST_K} products may not fit int32"
     return None
+
+
+#: What holds codes exactly: int8 and e4m3.
+AS_INT8 = tuple(v for v in QuantValue if not v.is_float and v.is_signed and v.bits in (2, 4, 8))
+AS_E4M3 = (QuantValue.E4M3, QuantValue.E2M1, *(v for v in AS_INT8 if v.bits <= 4))
+
+
+#: The shortest block along k, and the rows of the left operand above which dequantizing both for
+#: cuBLAS is quicker (8192 x 8192, H200).
+_MOST_BLOCKWISE = ((64, 64), (32, 16))
+
+
+def why_not_blockwise(problem: Problem, values: tuple[QuantValue, ...]) -> str | None:
+    """Why ``blockwise.py`` cannot multiply codes of ``values``, or None."""
+    if problem.layout != ((0, 1), (1, 0)):
+        return "both operands must be of two axes, stored with the axis that is summed last"
+    for scheme in (problem.a, problem.b):
+        if not isinstance(scheme, QuantScheme) or scheme.value not in values:
+            return f"both operands must hold one of {', '.join(values)}"
+        if scheme.mode is not QuantMode.SYMMETRIC or scheme.offset is not None:
+            return f"it takes symmetric codes without offsets, not {scheme}"
+        if isinstance(scheme.scale, QuantScheme):
+            return f"it takes scales that are numbers, not {scheme.scale}"
+        if scheme.store is not QuantStore.PACKED_U32 and scheme.bits != 8:
+            return f"it takes codes packed into 32-bit words, not the store {scheme.store}"
+        block = scheme.block
+        if block is not None and (len(block) > 2 or (block[-1] != -1 and block[-1] % 32)):
+            return "its blocks must be of whole 32 values along the axis that is summed"
+    shortest = min(_shortest(s) for s in (problem.a, problem.b) if isinstance(s, QuantScheme))
+    most = next(m for extent, m in _MOST_BLOCKWISE if shortest >= extent)
+    if problem.m > most:
+        return (
+            f"it is for up to {most} rows beside blocks of {shortest}; more are quicker by cuBLAS"
+        )
+    return None
+
+
+def _shortest(scheme: QuantScheme) -> int:
+    """Values along the last axis that surely share a scale: a power of two."""
+    extent = -1 if scheme.block is None else scheme.block[-1]
+    return _WHOLE_ROW if extent == -1 else extent & -extent

@@ -26,8 +26,8 @@ class Tiles(NamedTuple):
     warps of a block of threads beside each other, and along k; ``kc``: blocks of threads of a
     cluster, along k. ``stages, chunk``: how many copies are under way, and of how many values of k
     each. ``early``: whether blocks of threads may wait for the kernel before beside its last ones.
-    ``wide``: wgmma.cu, whose ``rt`` and ``wk`` are 1. ``blocks``: blocks of threads that a
-    multiprocessor must have registers for.
+    ``wide``: wgmma.cu, whose ``wk`` is 1. ``blocks``: blocks of threads that a multiprocessor must
+    have registers for.
     """
 
     rt: int
@@ -77,6 +77,14 @@ def tiles_of(kind: int, bits: int, columns: int, n: int, k: int, device: int) ->
     return found._replace(nt=min(found.nt, -(-columns // 8)))
 
 
+@lru_cache(maxsize=4096)
+def columns_of(bits: int, m: int, n: int, capability: tuple[int, int]) -> Tiles:
+    """The tiles of mma_n.cu: slices of k so many that the blocks of threads fill a GPU."""
+    across, nt = -(-n // 256), -(-m // 8)
+    kc = next(kc for kc in (8, 4, 2, 1) if kc == 1 or across * kc <= 264)
+    return Tiles(4, min(4, nt), 4, 1, kc if capability >= (9, 0) else 1, 4, 64)
+
+
 @lru_cache(maxsize=16)
 def table(device: int) -> tuple[Row, ...]:
     """The rows that a device chooses by: its own where it was tuned."""
@@ -113,8 +121,14 @@ def candidates(bits: int, columns: int) -> list[Tiles]:
     if nt == 2:
         narrow = [(4, 1, 4, 1, 2, short), (2, 2, 2, 2, 2, short), (2, 2, 4, 1, 2, short),
                   (4, 1, 8, 1, 2, short // 2), (2, 4, 2, 2, 3, short)]  # fmt: skip
-        wide = [Tiles(1, 2, 4, 1, 4, 2, short, 0, 1, 3), Tiles(1, 2, 8, 1, 2, 3, short, 0, 1, 2)]
-        return [Tiles(r, 2, wn, wk, kc, s, c, 1) for r, wn, wk, kc, s, c in narrow] + wide
-    step = min(nt, 16)
-    tall = product((4, 8), (1, 2, 4), (2, 3), (1, 2) if step <= 8 else (1,))
-    return [Tiles(1, step, wn, 1, kc, s, short, 0, 1, b) for wn, kc, s, b in tall]
+        return [Tiles(r, 2, wn, wk, kc, s, c, 1) for r, wn, wk, kc, s, c in narrow]
+    found = []
+    if nt <= 8:
+        half = short // 2
+        few = [(2, 2, 4, 1, 2, short), (2, 4, 2, 1, 2, short), (2, 2, 2, 2, 3, half),
+               (4, 1, 4, 1, 2, half), (1, 4, 2, 2, 3, half), (2, 4, 2, 2, 2, half),
+               (2, 2, 4, 1, 3, half), (2, 8, 1, 4, 3, half), (2, 4, 2, 1, 3, half)]  # fmt: skip
+        found = [Tiles(r, nt, wn, wk, kc, s, c, 1) for r, wn, wk, kc, s, c in few]
+    step = min(nt, 32)
+    tall = [(4, 2, 4, 2), (8, 2, 4, 1), (8, 2, 3, 1), (4, 1, 4, 1), (8, 1, 3, 1), (4, 2, 4, 1)]
+    return found + [Tiles(1, step, wn, 1, kc, s, short, 0, 1, b) for wn, kc, s, b in tall]

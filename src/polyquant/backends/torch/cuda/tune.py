@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +21,7 @@ from polyquant.scheme import scheme as as_scheme
 #: One scheme for each way of decoding that has a speed of its own.
 SCHEMES = ("q4s-32", "nf4", "mxfp4", "q8s-row", "fp8-row", "q2s/64:f16")
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192))
-ROWS_OF_X = (1, 4, 8, 16, 32, 64, 128, 256)
+ROWS_OF_X = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 #: Bytes of the copies of a weight, so that none is found in a cache, and replays of each graph.
 _COPIES_BYTES, _REPLAYS = 240e6, 7
 
@@ -52,6 +53,7 @@ def _measured(scheme: str, n: int, k: int, place: torch.device) -> list[Row]:
     made = as_scheme(scheme)
     kind = kind_of(made)
     weights = [weight.mT for weight in copies(scheme, n, k, place)]
+    _compile(weights[0], place)
     rows = []
     for columns in ROWS_OF_X:
         x = torch.randn(columns, k, device=place).to(torch.bfloat16)
@@ -66,6 +68,21 @@ def _measured(scheme: str, n: int, k: int, place: torch.device) -> list[Row]:
         number = 0 if kind is None else kind.number
         rows.append(Row(number, made.bits, n, k, columns, best, round(best_us, 2)))
     return rows
+
+
+def _compile(weight: QTensor, place: torch.device) -> None:
+    """Every candidate, side by side: the compiler is what takes longest."""
+    k, n = weight.shape
+
+    def run(columns: int, tiles: Tiles) -> None:
+        with torch.cuda.device(place):
+            x = torch.zeros(columns, k, device=place, dtype=torch.bfloat16)
+            mma.multiply(x, weight, torch.empty(columns, n, device=place, dtype=x.dtype), tiles)
+
+    with ThreadPoolExecutor() as pool:
+        for columns in ROWS_OF_X:
+            for tiles in candidates(weight.scheme.bits, columns):
+                pool.submit(run, columns, tiles)
 
 
 def copies(scheme: str, n: int, k: int, place: torch.device) -> list[QTensor]:

@@ -1,12 +1,14 @@
-// As mma.cu, for more rows of x: by Hopper's wgmma, m64nNk16, N = 8 NT rows of x.
+// As mma.cu, for more bf16 rows of x: by Hopper's wgmma, m64nNk16, N = 8 NT rows of x.
 //
-// A group of 4 warps owns 64 rows of the weight, WN / 4 groups share the chunk of x. Codes become the
-// left operand in registers, whose layout is that of mma.m16n8k16; x is read from shared memory, in
-// tiles of 64 values of k, 128 bytes a row, 16-byte pieces permuted by the row (the 128-byte
-// swizzle). While the tensor cores multiply one block, the next one's codes become numbers.
+// Codes become numbers in registers, are multiplied by their block's scale, rounded to bf16, and are
+// the left operand, whose layout is that of mma.m16n8k16; so sums run over the whole of k in the
+// tensor cores. A warp owns 16 RT rows of the weight, which it copies for itself, STAGES chunks deep;
+// four warps make RT tiles of 64 rows. While the tensor cores multiply one UNIT of k, the next one
+// becomes numbers. x comes from arrange.cu as tiles of 64 values of k, in the order in which decode
+// makes numbers and with the 128-byte swizzle: one more warp copies them by cp.async.bulk, X_STAGES
+// deep, and mbarriers say which are full and which are free.
 //
-// The caller guarantees besides: WK is 1 and RT is 1; of each 32 values along k x has the order in
-// which decode makes them (see `arrange` in decode.py); XK is a multiple of 64.
+// The caller guarantees besides: WK is 1, OFFSET is no float, and K is padded to whole chunks in x.
 
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -18,143 +20,197 @@ template <int LEFT>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
-// Sums are not read before what stands before this.
-__device__ __forceinline__ void settle(float (*d)[4]) {
-#pragma unroll
-  for (int j = 0; j < NT; j++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) asm volatile("" : "+f"(d[j][i])::"memory");
+
+// -- barriers -------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// One arrival, and the bytes that are still to come.
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void await(u32 barrier, u32 parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;}" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-constexpr int TILE_BYTES = COLUMNS * 128;  // 64 values of k
-constexpr int X_STAGE = CHUNK / 64 * TILE_BYTES;
-constexpr int STAGE = (X_STAGE + WN * WARP_STAGE + 1023) / 1024 * 1024;
-constexpr int UNIT = !IN_BLOCKS || HALVES ? 1 : (BLOCK >= CHUNK ? GROUPS : BLOCK / 32);  // groups
-constexpr int UNITS = GROUPS / UNIT;
+// -- the product ----------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(32 * WN, BLOCKS) matmul(const Operands p) {
+constexpr int X_TILE = COLUMNS * 128;  // 64 values of k
+constexpr int TILES = CHUNK / 64;      // of a chunk
+constexpr int UNIT = RT * NT <= 8 && GROUPS % 4 == 0 ? 4 : RT * NT <= 16 ? 2 : 1;  // groups of 32 values that become numbers together
+constexpr int UNIT_TILES = UNIT < 2 ? 1 : UNIT / 2;
+static_assert(X_STAGES >= 2 * UNIT_TILES, "a unit's tiles and those of the one before");
+constexpr int X_BYTES = X_STAGES * X_TILE;
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Operands p) {
   extern __shared__ u8 unaligned[];
+  __shared__ u64 barriers[2 * X_STAGES];
   u8* shared = unaligned + (-(int)shared_address(unaligned) & 1023);
+  const u32 x_at = shared_address(shared), full = shared_address(barriers), empty = full + 8 * X_STAGES;
+  u32* lut = (u32*)(shared + X_BYTES);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int first = (blockIdx.x * WN + warp) * ROWS;
-  const int first_m = blockIdx.y * COLUMNS, m_here = min(p.m - first_m, COLUMNS);
-  const u32 magic = both(MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
-  u32* lut = (u32*)shared;
-  u8* stages = shared + LUT_BYTES;
-  float undo = 1.0f;
-  const Weight weight(p, first, lane);
-
-  const Activations<32 * WN> x(p, first_m, m_here, threadIdx.x);
-  auto place = [](int row, int piece) {
-    return piece / 8 * TILE_BYTES + row * 128 + (piece % 8 ^ row % 8) * 16;
-  };
-  auto fetch = [&](int stage, int chunk) {
-    const u32 to = shared_address(stages) + stage * STAGE;
-    weight.fetch(to + X_STAGE + warp * WARP_STAGE, chunk, lane);
-    x.fetch(to, chunk, place);
-  };
-
-#if EARLY
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-  if constexpr (KIND == LOOKUP) undo = build_lut(lut, p.table);
-
-  float acc[NT][4] = {};
+  const int first_m = first_row(p), m_here = min(p.m - first_m, COLUMNS);
   const int count = (p.chunks - (int)blockIdx.z + KC - 1) / KC;
-#pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) {
-    if (s < count) fetch(s, blockIdx.z + s * KC);
-    asm volatile("cp.async.commit_group;");
-  }
-  for (int it = 0; it < count; it++) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();  // all have this chunk, and none is still at the one overwritten next
-    const int next = it + STAGES - 1;
-    if (next < count) fetch(next % STAGES, blockIdx.z + next * KC);
-    asm volatile("cp.async.commit_group;");
+  float undo = 1.0f, acc[RT][NT][4];
 
-    const u8* x_at = stages + it % STAGES * STAGE;
-    const u8* mine = x_at + X_STAGE + warp * WARP_STAGE;
-    const u8* codes = mine + g * CODE_PITCH;
-    const u8* scales = mine + ROWS * CODE_PITCH + g * SCALE_PITCH;
-    const u8* offsets = mine + ROWS * (CODE_PITCH + SCALE_PITCH) + g * OFFSET_PITCH;
-    // Start address, bytes between groups of 8 rows (1024), and the 128-byte swizzle.
-    const u64 x_tiles = (u64)((shared_address(x_at) & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-    u32 words[GROUPS][2];
-    if constexpr (BITS == 4) {
-#pragma unroll
-      for (int c = 0; c < GROUPS; c += 2)
-        load_words(mine + lane % 16 * CODE_PITCH + lane / 16 * 16 + c * 16, &words[c]);
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < X_STAGES; s++) {
+      make_barrier(full + 8 * s, 1);
+      make_barrier(empty + 8 * s, WN);
     }
-    u32 a[2][UNIT][2][4];
-    auto decode_unit = [&](int unit) {
-#pragma unroll
-      for (int e = 0; e < UNIT; e++) {
-        const int c = unit * UNIT + e;
-        u32 rows[2][4];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          u32 minus = subtrahend(SIGN);
-          float zero = 8388608.0f + SIGN;
-          if constexpr (OFFSET == INTEGER_ZERO) {
-            u32 z = SIGN + offsets[8 * half * OFFSET_PITCH + (HALVES ? 2 * c + t / 2 : unit)];
-            minus = subtrahend(z);
-            zero = __uint_as_float(0x4B000000u | z);
-          }
-          decode(codes + 8 * half * CODE_PITCH + c * 4 * BITS, t, words[c][half], magic, minus, zero,
-                 lut, rows[half]);
-        }
-#pragma unroll
-        for (int s = 0; s < 2; s++) {
-          a[unit % 2][e][s][0] = rows[0][2 * s], a[unit % 2][e][s][1] = rows[1][2 * s];
-          a[unit % 2][e][s][2] = rows[0][2 * s + 1], a[unit % 2][e][s][3] = rows[1][2 * s + 1];
-#pragma unroll
-          for (int i = 0; i < 4; i++)  // made here, and not after the wait for the block before
-            asm volatile("" : "+r"(a[unit % 2][e][s][i])::"memory");
-        }
-      }
-    };
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if constexpr (KIND == LOOKUP) undo = build_lut(lut, p.table);
+  __syncthreads();
 
-    decode_unit(0);
+  if (warp == WN) {
+    if (lane == 0) {
+      // Only x is made by the kernel before; the weight was there when that one began.
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      const long long lines = (p.m + 7) / 8 * 8;  // of one tile of x
+      const u32 bytes = (m_here + 7) / 8 * 1024;
+      const u8* from = of_batch(p).x + (long long)first_m * 128;
+      for (int i = 0; i < count * TILES; i++) {
+        const int stage = i % X_STAGES;
+        if (i >= X_STAGES) await(empty + 8 * stage, (i / X_STAGES - 1) & 1);
+        const long long tile = (long long)(blockIdx.z + i / TILES * KC) * TILES + i % TILES;
+        expect(full + 8 * stage, bytes);
+        copy_bulk(x_at + stage * X_TILE, from + tile * lines * 128, bytes, full + 8 * stage);
+      }
+    }
+    __syncwarp();
+  } else {
+    const int first = (blockIdx.x * WN + warp) * ROWS;
+    const u32 magic = both(MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
+    u8* stages = shared + X_BYTES + LUT_BYTES + warp * STAGES * WARP_STAGE;
+    const Weight weight(of_batch(p), first, lane);
 #pragma unroll
-    for (int unit = 0; unit < UNITS; unit++) {
-      float d[NT][4];
+    for (int r = 0; r < RT; r++)
 #pragma unroll
-      for (int h = 0; h < (HALVES ? 2 : 1); h++) {
-        u32 side[2][4];
-        if constexpr (HALVES) {
+      for (int j = 0; j < NT; j++)
 #pragma unroll
-          for (int i = 0; i < 8; i++) side[i / 4][i % 4] = t / 2 == h ? a[unit % 2][0][i / 4][i % 4] : 0;
+        for (int i = 0; i < 4; i++) acc[r][j][i] = 0.0f;
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+      if (s < count) weight.fetch(shared_address(stages) + s * WARP_STAGE, blockIdx.z + s * KC, lane);
+      asm volatile("cp.async.commit_group;");
+    }
+    // Start address, bytes between groups of 8 rows (1024), and the 128-byte swizzle.
+    const u64 x_tiles = (u64)((x_at & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+    int x_stage = 0;
+    u32 parity = 0;
+    for (int it = 0; it < count; it++) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+      __syncwarp();  // all lanes' copies are here, and none is still at the chunk overwritten next
+      const int next = it + STAGES - 1;
+      if (next < count)
+        weight.fetch(shared_address(stages) + next % STAGES * WARP_STAGE, blockIdx.z + next * KC, lane);
+      asm volatile("cp.async.commit_group;");
+
+      const u8* mine = stages + it % STAGES * WARP_STAGE;
+      const u8* codes = mine + g * CODE_PITCH;
+      Numbers<SCALE_BYTES> scales[RT][2];
+      Numbers<OFFSET_BYTES> offsets[RT][2];
+#pragma unroll
+      for (int r = 0; r < 2 * RT; r++) {
+        const u8* from = mine + ROWS * CODE_PITCH;
+        if constexpr (IN_BLOCKS) scales[r / 2][r % 2].load(from + (8 * r + g) * SCALE_PITCH);
+        if constexpr (OFFSET != NO_OFFSET)
+          offsets[r / 2][r % 2].load(from + ROWS * SCALE_PITCH + (8 * r + g) * OFFSET_PITCH);
+      }
+      u32 words[RT][2][2], a[2][UNIT][RT][2][4];
+#pragma unroll
+      for (int u = 0; u < GROUPS / UNIT; u++) {
+#pragma unroll
+        for (int e = 0; e < UNIT; e++) {
+          const int c = u * UNIT + e;
+#pragma unroll
+          for (int r = 0; r < RT; r++) {
+            if constexpr (BITS == 4) {
+              if (c % 2 == 0)
+                load_words(mine + (16 * r + lane % 16) * CODE_PITCH + lane / 16 * 16 + c * 16, words[r]);
+            }
+            u32 rows[2][4];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              u32 minus = subtrahend(SIGN);
+              float zero = 8388608.0f + SIGN;
+              if constexpr (OFFSET == INTEGER_ZERO) {
+                u32 z = SIGN + of_group<1>(offsets[r][half], c, t);
+                minus = subtrahend(z);
+                zero = __uint_as_float(0x4B000000u | z);
+              }
+              decode(codes + (16 * r + 8 * half) * CODE_PITCH + c * 4 * BITS, t, words[r][c % 2][half],
+                     magic, minus, zero, lut, rows[half]);
+              if constexpr (IN_BLOCKS) {
+                const u32 s = scale_pair(of_group<size_of(SCALE)>(scales[r][half], c, t));
+#pragma unroll
+                for (int i = 0; i < 4; i++) rows[half][i] = fma2(rows[half][i], s, MINUS_ZERO2);
+              }
+            }
+#pragma unroll
+            for (int s = 0; s < 2; s++) {
+              u32* left = a[u % 2][e][r][s];
+              left[0] = rows[0][2 * s], left[1] = rows[1][2 * s];
+              left[2] = rows[0][2 * s + 1], left[3] = rows[1][2 * s + 1];
+#pragma unroll
+              for (int i = 0; i < 4; i++) asm volatile("" : "+r"(left[i]));  // made here
+            }
+          }
+        }
+        const int first_c = u * UNIT;
+        u64 tile[UNIT_TILES];
+#pragma unroll
+        for (int j = 0; j < UNIT_TILES; j++) {
+          const bool wraps = x_stage + j >= X_STAGES;
+          const int stage = x_stage + j - (wraps ? X_STAGES : 0);
+          if (first_c % 2 == 0) await(full + 8 * stage, parity ^ wraps);
+          tile[j] = x_tiles + (stage * X_TILE >> 4);
         }
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 2 * UNIT; i++) {
-          const int c = unit * UNIT + i / 2;
-          const u64 tile = x_tiles + ((c / 2 * TILE_BYTES + c % 2 * 64 + i % 2 * 32) >> 4);
-          const u32* left = HALVES ? side[i % 2] : a[unit % 2][i / 2][i % 2];
-          wgmma(IN_BLOCKS ? d : acc, left, tile, !IN_BLOCKS || i > 0);
-        }
+        for (int e = 0; e < UNIT; e++)
+#pragma unroll
+          for (int s = 0; s < 2; s++)
+#pragma unroll
+            for (int r = 0; r < RT; r++)
+              wgmma(acc[r], a[u % 2][e][r][s], tile[e / 2] + (first_c + e) % 2 * 4 + 2 * s);
         wgmma_commit();
-        if constexpr (!IN_BLOCKS) wgmma_wait<1>();  // the one before has read its registers
-        if (h == (HALVES ? 1 : 0) && unit + 1 < UNITS) decode_unit(unit + 1);
-        if constexpr (IN_BLOCKS) {
-          wgmma_wait<0>();
-          settle(d);
-          const int block = HALVES ? 2 * unit + h : unit;
-          const float none[NT][2] = {};
-          close_block(acc, d, none, scales + block * size_of(SCALE), offsets);
+        wgmma_wait<1>();  // the ones before have read their registers, and their tiles of x
+        if (first_c % 2 == 0 && lane < UNIT_TILES && it + u > 0) {
+          const int before = x_stage - 1 - lane;
+          arrive(empty + 8 * (before < 0 ? before + X_STAGES : before));
         }
+        if ((first_c + UNIT) % 2 == 0 && (x_stage += UNIT_TILES) >= X_STAGES)
+          x_stage -= X_STAGES, parity ^= 1;
       }
     }
-    if constexpr (!IN_BLOCKS) wgmma_wait<0>();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int r = 0; r < RT; r++)
+#pragma unroll
+      for (int j = 0; j < NT; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) asm volatile("" : "+f"(acc[r][j][i])::"memory");
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
   }
-  settle(acc);
-
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncthreads();
-  float* sums = (float*)(shared + LUT_BYTES);
-  put_sums(sums, acc, 0, warp * ROWS, m_here, lane);
-  finish(p, sums, first_m, m_here, undo);
+  float* sums = (float*)shared;
+  if (warp < WN) {
+#pragma unroll
+    for (int r = 0; r < RT; r++) put_sums(sums, acc[r], 0, warp * ROWS + 16 * r, m_here, lane);
+  }
+  finish(of_batch(p), sums, first_m, m_here, undo);
 }

@@ -1,0 +1,108 @@
+"""Other libraries' products on an NVIDIA GPU, where they are installed, on weights of their own.
+
+Each rival is a function (n, k) -> list of products, ``x -> x @ w.T``, one for each copy of a weight
+that is read from memory each time. What a library cannot do is left out of the table, with its
+words in ``failures``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+PLACE = torch.device("cuda:0")
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+def copies_of(nbytes: int) -> int:
+    """Copies of so many bytes that none is found in a cache: 240 MB, 24 at most."""
+    return min(24, max(4, -(-240_000_000 // nbytes)))
+
+
+def tinygemm(n: int, k: int) -> list[Product]:
+    """torch's own int4 kernel, blocks of 32."""
+    codes = torch.randint(0, 256, (n, k // 2), device=PLACE, dtype=torch.uint8)
+    packed = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
+    grid = torch.randn(k // 32, n, 2, device=PLACE).to(torch.bfloat16)
+    product = torch.ops.aten._weight_int4pack_mm
+    pairs = [(packed.clone(), grid.clone()) for _ in range(copies_of(packed.nbytes + grid.nbytes))]
+    return [lambda x, p=p, g=g: product(x, p, 32, g) for p, g in pairs]
+
+
+def humming(**weight: Any) -> Callable[[int, int], list[Product]]:
+    """humming-kernels' layer of that weight configuration, tiles of its own choice."""
+
+    def made(n: int, k: int) -> list[Product]:
+        from humming.layer import HummingLayer
+
+        w = torch.randn(n, k, device=PLACE).to(torch.bfloat16)
+        layers = []
+        for _ in range(copies_of(n * k // 2)):
+            layer = HummingLayer(n, k, weight_config=weight, torch_dtype=torch.bfloat16).cuda()
+            layer.load_from_unquantized(w)
+            layer.transform()
+            layers.append(layer)
+        return layers
+
+    return made
+
+
+def bitsandbytes(n: int, k: int) -> list[Product]:
+    """bitsandbytes' NF4, blocks of 64, float32 scales."""
+    import bitsandbytes as bnb
+
+    w = torch.randn(n, k, device=PLACE).to(torch.bfloat16)
+    made = [
+        bnb.functional.quantize_4bit(w, blocksize=64, quant_type="nf4")
+        for _ in range(copies_of(n * k // 2))
+    ]
+    return [lambda x, p=p, s=s: bnb.matmul_4bit(x, p.t(), quant_state=s) for p, s in made]
+
+
+#: By the scheme that they are compared with: name, package, maker, most rows of x worth the time.
+RIVALS: dict[str, list[tuple[str, str, Callable[[int, int], list[Product]], int]]] = {
+    "q4s-32": [
+        ("tinygemm", "torch", tinygemm, 256),
+        ("humming", "humming", humming(dtype="int4", group_size=32), 4096),
+    ],
+    "nf4": [("bitsandbytes", "bitsandbytes", bitsandbytes, 4096)],
+    "mxfp4": [
+        (
+            "humming",
+            "humming",
+            humming(dtype="float4e2m1", group_size=32, scale_dtype="float8e8m0"),
+            4096,
+        )
+    ],
+    "q8s-row": [("humming", "humming", humming(dtype="int8"), 4096)],
+    "fp8-row": [("humming", "humming", humming(dtype="float8e4m3"), 4096)],
+    "q2s/64:f16": [("humming", "humming", humming(dtype="int2", group_size=64), 4096)],
+}
+
+
+def measure(
+    scheme: str,
+    n: int,
+    k: int,
+    xs: dict[int, torch.Tensor],
+    time_us: Callable[[list[Callable[[], Any]]], float],
+    failures: dict[str, str],
+) -> dict[int, dict[str, float]]:
+    """Microseconds of each rival of a scheme, by rows of x."""
+    found: dict[int, dict[str, float]] = {m: {} for m in xs}
+    for name, package, maker, most in RIVALS.get(scheme, ()):
+        if find_spec(package) is None:
+            failures[name] = "not installed"
+            continue
+        try:
+            products = maker(n, k)
+            for m, x in xs.items():
+                if m <= most:
+                    products[0](x)
+                    found[m][name] = time_us([lambda p=p, x=x: p(x) for p in products])
+        except (RuntimeError, ValueError, TypeError, AssertionError, ImportError, OSError) as error:
+            failures[f"{name} {scheme} {n}x{k}"] = f"{type(error).__name__}: {error}"[:200]
+    return found
