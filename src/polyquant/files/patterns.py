@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import re._parser  # type: ignore[import-not-found]  # which typeshed does not know
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -25,17 +25,25 @@ class _Run:
     """A text that a pattern moves through."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.turns = text, TURNS_LIMIT
-        self.of_class = cache(self._of_class)
+        self.text, self.turns, self.places = text, TURNS_LIMIT, _places(text)
 
-    def _of_class(self, holds: Callable[[str], bool]) -> int:
+    def of_class(self, holds: Callable[[str], bool]) -> int:
         """The places before a character of a class."""
-        return sum(1 << place for place, c in enumerate(self.text) if holds(c))
+        return _united(places for c, places in self.places.items() if holds(c))
 
     def turn(self) -> None:
         self.turns -= 1
         if self.turns < 0:
             raise re.error("it takes too long")
+
+
+@lru_cache
+def _places(text: str) -> Mapping[str, int]:
+    """Of every character the places before it."""
+    made: dict[str, int] = {}
+    for place, c in enumerate(text):
+        made[c] = made.get(c, 0) | 1 << place
+    return MappingProxyType(made)
 
 
 #: From the places before a part of a pattern to those after it.
@@ -78,8 +86,10 @@ def _compiled(pattern: str) -> _Move:
 
 
 def _sequence(parts: Iterable[tuple[Any, Any]]) -> _Move:
-    moves = [_part(str(kind), argument) for kind, argument in parts]
+    return _sequence_of([_part(str(kind), argument) for kind, argument in parts])
 
+
+def _sequence_of(moves: Sequence[_Move]) -> _Move:
     def move(run: _Run, places: int) -> int:
         for one in moves:
             run.turn()
@@ -92,8 +102,11 @@ def _sequence(parts: Iterable[tuple[Any, Any]]) -> _Move:
 
 
 def _part(kind: str, argument: Any) -> _Move:
+    if kind == "LITERAL":
+        c = chr(argument)
+        return lambda run, places: (places & run.places.get(c, 0)) << 1
     if kind in _CLASSES:
-        holds = _CLASSES[kind](argument)
+        holds = cache(_CLASSES[kind](argument))
         return lambda run, places: (places & run.of_class(holds)) << 1
     if kind == "AT" and str(argument) in _EDGES:
         edge = _EDGES[str(argument)]
@@ -104,7 +117,11 @@ def _part(kind: str, argument: Any) -> _Move:
     if kind == "SUBPATTERN" and argument[1:3] == (0, 0):
         return _sequence(argument[3])
     if kind in ("MAX_REPEAT", "MIN_REPEAT"):
-        return _repeated(int(argument[0]), int(argument[1]), _sequence(argument[2]))
+        low, high, parts = int(argument[0]), int(argument[1]), list(argument[2])
+        if high == int(re._parser.MAXREPEAT) and len(parts) == 1 and str(parts[0][0]) in _CLASSES:
+            holds = cache(_CLASSES[str(parts[0][0])](parts[0][1]))
+            return _sequence_of([_repeated(low, low, _sequence(parts)), _runs(holds)])
+        return _repeated(low, high, _sequence(parts))
     if kind in ("ASSERT", "ASSERT_NOT") and argument[0] == 1:
         return _ahead(_sequence(argument[1]), wanted=kind == "ASSERT")
     raise re.error(f"{kind.lower()} is not read")
@@ -130,6 +147,16 @@ def _repeated(low: int, high: int, body: _Move) -> _Move:
                 break
             whole |= new
         return whole
+
+    return move
+
+
+def _runs(holds: Callable[[str], bool]) -> _Move:
+    """Any number of characters of a class: a carry runs through all that stand side by side."""
+
+    def move(run: _Run, places: int) -> int:
+        whole = run.of_class(holds)
+        return places | ((whole + (places & whole)) ^ whole)
 
     return move
 
@@ -171,7 +198,7 @@ def _of_item(kind: str, argument: Any) -> Callable[[str], bool]:
 
 _CLASSES: Mapping[str, Callable[[Any], Callable[[str], bool]]] = MappingProxyType(
     {
-        "LITERAL": lambda code: lambda c: ord(c) == code,
+        "LITERAL": lambda code: lambda c: ord(c) == code,  # repeated
         "NOT_LITERAL": lambda code: lambda c: ord(c) != code,
         "ANY": lambda _: lambda c: c != "\n",
         "IN": _of_set,
