@@ -247,10 +247,14 @@ def test_what_is_no_sharding_of_the_tensor_is_refused(mesh: Mesh) -> None:
     ):
         with pytest.raises(pq.errors.InvalidArgument, match=wanted):
             shard(q, junk)
+    for junk in (None, {"v": NamedSharding(mesh, P())}, {"w": None}, {"w": P()}, [1], "model"):
+        with pytest.raises(pq.errors.InvalidArgument, match=r"a jax\.sharding\.NamedSharding"):
+            shard({"w": q}, junk)
     with pytest.raises(pq.errors.InvalidArgument, match="arrays and QTensors"):
         shard({"w": "text"}, NamedSharding(mesh, P()))
-    with pytest.raises(pq.errors.InvalidArgument, match=r"q\.to\('jax'\)"):
-        shard(q.to("torch:cpu"), NamedSharding(mesh, P()))
+    for elsewhere in (q.to("torch:cpu"), q.to("torch:cpu").dequantize()):
+        with pytest.raises(pq.errors.InvalidArgument, match=r"q\.to\('jax'\)"):
+            shard(elsewhere, NamedSharding(mesh, P()))
 
 
 # -- devices ------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ refused, with the nearest splits that are not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -55,24 +55,28 @@ def shardings(tree: Any, sharding: Any) -> Any:
     return _each(tree, sharding, _shardings)
 
 
-def _each(tree: Any, sharding: Any, made: Any) -> Any:
+def _each(tree: Any, sharding: Any, made: Callable[[Any, NamedSharding], Any]) -> Any:
     def leaf_of(leaf: Any, where: Any) -> Any:
-        if not isinstance(where, NamedSharding):
-            wanted = "a jax.sharding.NamedSharding, or a tree with one for each tensor"
-            raise InvalidArgument(name="sharding", wanted=wanted, got=where)
-        _check_spec(leaf, where)
+        _check(leaf, where)
         return made(leaf, where)
 
-    if isinstance(sharding, NamedSharding):
-        return jax.tree.map(lambda leaf: leaf_of(leaf, sharding), tree, is_leaf=_is_tensor)
-    return jax.tree.map(leaf_of, tree, sharding, is_leaf=_is_tensor)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_tensor)
+    places = [sharding] * len(leaves)
+    if not isinstance(sharding, NamedSharding):
+        places, given = jax.tree.flatten(sharding)
+        if given != structure:
+            wanted = "a jax.sharding.NamedSharding, or a tree with one for each tensor"
+            raise InvalidArgument(name="sharding", wanted=wanted, got=sharding)
+    return structure.unflatten(map(leaf_of, leaves, places))
 
 
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, QTensor)
 
 
-def _check_spec(leaf: Any, where: NamedSharding) -> None:
+def _check(leaf: Any, where: Any) -> None:
+    if not isinstance(where, NamedSharding):
+        raise InvalidArgument(name="sharding", wanted="a jax.sharding.NamedSharding", got=where)
     shape = getattr(leaf, "shape", None)
     if shape is None:
         raise InvalidArgument(name="tree", wanted="arrays and QTensors", got=leaf)
@@ -91,11 +95,12 @@ def _check_spec(leaf: Any, where: NamedSharding) -> None:
 
 
 def _placed(leaf: Any, where: NamedSharding, *, reblock: bool) -> Any:
-    if not isinstance(leaf, QTensor):
-        return _put(leaf, where)
-    if backend_of(leaf.data).name not in (BACKEND.name, "numpy"):
+    array = leaf.data if isinstance(leaf, QTensor) else leaf
+    if backend_of(array).name not in (BACKEND.name, "numpy"):
         wanted = "arrays of JAX or NumPy; call q.to('jax') first"
         raise InvalidArgument(name="tree", wanted=wanted, got=leaf)
+    if not isinstance(leaf, QTensor):
+        return _put(leaf, where)
     if reblock:
         leaf = _reblocked(leaf, where)
     return jax.tree.map(_put, leaf, _shardings(leaf, where))
