@@ -22,8 +22,8 @@ from polyquant.scheme import OffsetKind, QuantScheme
 from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
 
 TINY = tl.constexpr(2.0**-126)
-#: Elements of a tile, and the longest segment: 16 a thread, in 16-byte stores of float32.
-_TILE, _SEGMENT = 4096, 128
+#: Elements of a tile, and the longest segment: 32 a thread, in 16-byte stores.
+_TILE, _SEGMENT = 4096, 256
 
 # How codes and stored numbers are decoded: constants of the kernels below.
 SIGNED, UNSIGNED, MINIFLOAT, LOOKUP = (tl.constexpr(i) for i in range(4))
@@ -125,15 +125,27 @@ def grid_line(line, h1, h2, e0, e1, e2, c1, c2, WHOLE_LINES: tl.constexpr):
 
 
 @triton.jit
+def spread(numbers, ROWS: tl.constexpr, SCALES: tl.constexpr, SEGMENT: tl.constexpr):
+    """Numbers of the blocks of segments (ROWS, SCALES), each as often as its block has values."""
+    if SCALES > 1:  # else one for each segment, or one for each value
+        wide = tl.broadcast_to(numbers[:, :, None], (ROWS, SCALES, SEGMENT // SCALES))
+        numbers = tl.reshape(wide, (ROWS, SEGMENT))
+    return numbers
+
+
+@triton.jit
 def decode_kernel(
     codes_ptr, scales_ptr, tensor_scale_ptr, offsets_ptr, table_ptr, out_ptr,
     segments, segments_a_line, length, stride, extent, count, h1, h2, e0, e1, e2, c1, c2,
     KIND: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
     BY_WORDS: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     HAS_TENSOR_SCALE: tl.constexpr, FLUSHES: tl.constexpr, WHOLE_LINES: tl.constexpr,
-    ONE_SCALE: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
+    SCALES: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """ROWS segments of SEGMENT values: codes in, float values out, in stored order."""
+    """ROWS segments of SEGMENT values: codes in, float values out, in stored order.
+
+    SCALES: blocks of a segment, which it holds whole; 0 where blocks end anywhere.
+    """
     segment = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = segment < segments
     line = segment // segments_a_line
@@ -147,30 +159,26 @@ def decode_kernel(
     values = number_of(field, table_ptr, KIND, BITS, MANTISSA)
 
     row = grid_line(line, h1, h2, e0, e1, e2, c1, c2, WHOLE_LINES) * count
-    if ONE_SCALE:
-        place = row + first // extent
-        seen = inside
-    else:
+    if SCALES == 0:
         place = row[:, None] + at // extent
         seen = mask
+    else:
+        block = (first // extent)[:, None] + tl.arange(0, SCALES)[None, :]
+        place = row[:, None] + block
+        seen = inside[:, None] & (block < count)
     raw = tl.load(scales_ptr + place, mask=seen, other=0)
     scale = stored_number(raw, SCALE)
     if HAS_TENSOR_SCALE:
         scale = flush(scale * tl.load(tensor_scale_ptr))
     if OFFSET != NO_OFFSET:
         offset = flush(tl.load(offsets_ptr + place, mask=seen, other=0).to(tl.float32))
-        if ONE_SCALE:
-            offset = offset[:, None]
+        offset = spread(offset, ROWS, SCALES, SEGMENT)
         if OFFSET == ZERO_POINT:
             values = values - offset
     if SCALE == UE8M0:
         half = tl.where(raw.to(tl.int32) == 0, 0.5, 1.0)
-        if ONE_SCALE:
-            half = half[:, None]
-        values = values * half
-    if ONE_SCALE:
-        scale = scale[:, None]
-    values = values * scale
+        values = values * spread(half, ROWS, SCALES, SEGMENT)
+    values = values * spread(scale, ROWS, SCALES, SEGMENT)
     if FLUSHES:
         values = flush(values)
     if OFFSET == BIAS:
@@ -223,7 +231,7 @@ def _decode(q: QTensor, out: torch.Tensor, laid: tuple[int, ...]) -> None:
         out,
         *call.numbers,
         **dict(call.constants),
-        num_warps=8,
+        num_warps=4,
         enable_fp_fusion=False,
     )
 
@@ -260,7 +268,7 @@ class _Call(NamedTuple):
 def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool) -> _Call:
     extents, counts = scheme.block_extents(laid) or (1,), scheme.scale_shape(laid) or (1,)
     length, extent, count = laid[-1], extents[-1], counts[-1]
-    segment, one_scale = _segments(length, extent, count)
+    segment, scales = _segments(length, extent, count)
     bits, is_native = scheme.bits, scheme.store is QuantStore.NATIVE
     stride = line_size_bytes(length, bits, scheme.store)
     by_words = is_aligned and 8 % bits == 0 and stride % 4 == 0 and segment * bits % 32 == 0
@@ -281,7 +289,7 @@ def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool) -> _Call
         "HAS_TENSOR_SCALE": scheme.tensor_scale is not None,
         "FLUSHES": _may_be_subnormal(scheme),
         "WHOLE_LINES": all(step == 1 for step in steps),
-        "ONE_SCALE": one_scale,
+        "SCALES": scales,
         "ROWS": rows,
         "SEGMENT": segment,
     }
@@ -290,13 +298,15 @@ def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool) -> _Call
     return _Call((-(-segments // rows),), numbers, tuple(constants.items()))
 
 
-def _segments(length: int, extent: int, count: int) -> tuple[int, bool]:
-    """How many values of a line a row of a tile takes, and whether they share a scale."""
+def _segments(length: int, extent: int, count: int) -> tuple[int, int]:
+    """How many values of a line a row of a tile takes, and the whole blocks in it (0: none)."""
     whole = min(_SEGMENT, triton.next_power_of_2(length))
-    if count == 1:
-        return whole, True
+    if count == 1 or extent % whole == 0:
+        return whole, 1
+    if whole % extent == 0:
+        return whole, whole // extent
     divisor = extent & -extent
-    return (min(divisor, _SEGMENT), True) if divisor >= 8 else (whole, False)
+    return (divisor, 1) if divisor >= 8 else (whole, 0)
 
 
 def _leading(

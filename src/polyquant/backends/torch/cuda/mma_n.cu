@@ -49,14 +49,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   auto place = [](int row, int piece) { return row * X_PITCH + piece * 16; };
   auto fetch = [&](int stage, int chunk) {
     const u32 to = shared_address(stages) + stage * STAGE;
-    constexpr int PIECES = LINE_BYTES / CODE_PIECE, EACH = 16 / CODE_PIECE;
-    const int start = blockIdx.x * LINE_BYTES;
-#pragma unroll 4
-    for (int i = member; i < CHUNK * PIECES; i += 32 * WN) {
-      const int line = i / PIECES, piece = i % PIECES, k = chunk * CHUNK + line;
-      const int at = line * LINE_BYTES + ((piece / EACH) ^ (line / 4 % 4 * 2)) * 16 + piece % EACH * CODE_PIECE;
-      const int byte = start + piece * CODE_PIECE;
-      copy<CODE_PIECE>(to + at, mine.codes + k * p.code_stride + byte, k < p.k && byte < p.code_line);
+    constexpr int PIECES = LINE_BYTES / CODE_PIECE, EACH = 16 / CODE_PIECE, APART = 32 * WN / PIECES;
+    static_assert(32 * WN % PIECES == 0, "a thread keeps its place along the line");
+    const int piece = member % PIECES, byte = blockIdx.x * LINE_BYTES + piece * CODE_PIECE;
+    const u8* from = mine.codes + (chunk * CHUNK + member / PIECES) * p.code_stride + byte;
+#pragma unroll
+    for (int i = 0; i < CHUNK / APART; i++, from += APART * p.code_stride) {
+      const int line = member / PIECES + i * APART;
+      const int at = line * LINE_BYTES + (piece / EACH ^ line / 4 % 4 * 2) * 16 + piece % EACH * CODE_PIECE;
+      copy<CODE_PIECE>(to + at, from, chunk * CHUNK + line < p.k && byte < p.code_line);
     }
     x.fetch(to + CODES_STAGE, chunk, place);
   };
@@ -70,12 +71,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   const long long block = min(first_n, p.n - 1) / BLOCK;
   // Scales of a thread's lines of a chunk, and four zero points in a word.
   auto numbers_at = [&](int k, float (*scales)[4], u32* zeros) {
+    const bool plain = p.block_rows == 1 && k + CHUNK <= p.k;
+    const u8* scale = mine.scales + (plain ? k : 0) * p.scale_stride + block * size_of(SCALE);
+    const u8* offset = mine.offsets + (plain ? k : 0) * p.offset_stride + block;
 #pragma unroll
     for (int i = 0; i < CHUNK / 16 * 4; i++) {
-      const int row = min(k + i / 4 * 16 + i % 4, p.k - 1) / p.block_rows;
-      scales[i / 4][i % 4] = number<SCALE>(mine.scales + row * p.scale_stride + block * size_of(SCALE));
+      int row = i / 4 * 16 + i % 4;
+      if (!plain) row = min(k + row, p.k - 1) / p.block_rows;
+      scales[i / 4][i % 4] = number<SCALE>(scale + row * p.scale_stride);
       if constexpr (OFFSET == INTEGER_ZERO) {
-        const u32 zero = mine.offsets[row * p.offset_stride + block];
+        const u32 zero = offset[row * p.offset_stride];
         zeros[i / 4] = (i % 4 ? zeros[i / 4] : 0) | zero << i % 4 * 8;
       }
     }

@@ -49,7 +49,10 @@ __device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32
 
 constexpr int X_TILE = COLUMNS * 128;  // 64 values of k
 constexpr int TILES = CHUNK / 64;      // of a chunk
-constexpr int UNIT = RT * NT <= 8 && GROUPS % 4 == 0 ? 4 : RT * NT <= 16 ? 2 : 1;  // groups of 32 values that become numbers together
+// Groups of 32 values that become numbers together. A chunk has an even number of them, since two
+// take turns in registers.
+constexpr int UNIT = RT * NT <= 8 && GROUPS % 8 == 0 ? 4 : RT * NT <= 16 && GROUPS % 4 == 0 ? 2 : 1;
+static_assert(GROUPS / UNIT % 2 == 0, "units take turns");
 constexpr int UNIT_TILES = UNIT < 2 ? 1 : UNIT / 2;
 static_assert(X_STAGES >= 2 * UNIT_TILES, "a unit's tiles and those of the one before");
 constexpr int X_BYTES = X_STAGES * X_TILE;
