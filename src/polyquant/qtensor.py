@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 from polyquant.arrays import (
@@ -129,6 +130,8 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
     @property
     def nbytes(self) -> int:
         """Bytes of everything stored: codes, scales, offsets, table."""
+        if self.is_stack:
+            return sum(prod(part.shape) * part.dtype.itemsize for part in self.parts().values())
         return sum(part.nbytes for part in stored_parts(self.scheme, self.stored_shape))
 
     @property
@@ -145,11 +148,11 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
         """
         scales, offsets, view = self.scales, self.offsets, self.scheme.view
         return (
-            (self.table is not None and self.table.ndim > 1)
-            or (self.tensor_scale is not None and self.tensor_scale.ndim > 0)
-            or (self.groups is not None and self.groups.ndim > 1)
-            or self.data.ndim > (max(1, len(self.shape)) if view is None else len(view))
-            or (self.scheme.block is None and scales.shape[:1] not in ((), (1,)))
+            _rank(self.table) > 1
+            or _rank(self.tensor_scale) > 0
+            or _rank(self.groups) > 1
+            or _rank(self.data) > (max(1, len(self.shape)) if view is None else len(view))
+            or (self.scheme.block is None and getattr(scales, "shape", ())[:1] not in ((), (1,)))
             or (isinstance(scales, QTensor) and scales.is_stack)
             or (isinstance(offsets, QTensor) and offsets.is_stack)
         )
@@ -253,7 +256,11 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
 
     def detach(self) -> QTensor:
         """The tensor without gradients of its scales, offsets or table. Codes have none."""
-        return self._map(backend_of(self.data).detach, self.device)
+
+        def detached(a: Array) -> Array:  # torch.compile reads this, and no backends
+            return a.detach() if hasattr(a, "detach") else backend_of(a).detach(a)
+
+        return self._map(detached, self.device)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise Immutable(name=name)
@@ -281,6 +288,12 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
         arrays = ("data", "scales", "tensor_scale", "offsets", "table", "groups")
         changes = {name: moved(getattr(self, name)) for name in arrays}
         return self._replace(**changes, device=device)
+
+
+def _rank(part: Any) -> int:
+    """The number of axes of a stored array; 0 of none, and of what JAX puts in an array's place."""
+    rank = getattr(part, "ndim", 0)
+    return rank if isinstance(rank, int) else 0
 
 
 def _in_order(shape: Any) -> tuple[int, ...]:

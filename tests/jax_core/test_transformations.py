@@ -104,6 +104,7 @@ def test_a_stack_is_decoded_and_multiplied_as_one(layers: list[Any]) -> None:
     close(x @ stack.mT, jnp.stack([x @ q.mT for q in layers]))
     close(pq.ops.sum(stack), values.sum())
     assert repr(stack).startswith(f"QTensor({str(stack.scheme)!r}, shape=(3, 32, 32)")
+    assert stack.nbytes == sum(q.nbytes for q in layers)
     one = jax.tree.map(lambda part: part[:1], stack)
     assert host(one.dequantize()).tobytes() == values[:1].tobytes()
 
