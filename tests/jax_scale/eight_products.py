@@ -207,3 +207,27 @@ def test_products_with_blocks_across_rows_and_with_group_maps(
     out = P() if by_input else P(None, "model")
     mapped = jax.shard_map(product, mesh=mesh, in_specs=(x_spec, specs), out_specs=out)
     assert_within_the_bound(jax.jit(mapped)(x, weight), x, q)
+
+
+@pytest.mark.parametrize("scheme", ["q4s/32:f16", "nf4"])
+def test_a_gradient_by_a_weight_split_by_outputs_is_one_sum(scheme: str, mesh: Mesh) -> None:
+    x, q = operands(scheme)
+    weight = shard(q, NamedSharding(mesh, P("model")))
+    entering = jax.device_put(x, NamedSharding(mesh, P()))
+    gradient = jax.jit(jax.grad(lambda x, q: (x @ q.T).sum()))
+    compiled = gradient.lower(entering, weight).compile()
+    assert collectives(compiled) == [("all-reduce", f"f32[{BATCH},{IN}]{{1,0}}")]
+    wanted = np.broadcast_to(q.dequantize().sum(axis=0), x.shape)
+    np.testing.assert_allclose(compiled(entering, weight), wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_activations_are_quantized_where_they_lie(mesh: Mesh) -> None:
+    x, q = operands("q8s/row:f32")
+    weight = shard(q, NamedSharding(mesh, P(None, "model")))
+    entering = jax.device_put(x, NamedSharding(mesh, P(None, "model")))
+    linear = jax.jit(lambda x, q: pq.linear(x, q, activations="q8s/row:f32"))
+    compiled = linear.lower(entering, weight).compile()
+    found = sorted(made for _, made in collectives(compiled))
+    assert found == [f"f32[{BATCH},1]{{1,0}}", f"f32[{BATCH},{OUT}]{{1,0}}"]  # maxima, and sums
+    rounded = pq.quantize(x, "q8s/row:f32").dequantize()
+    assert_within_the_bound(compiled(entering, weight), rounded, q)
