@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+from jax import export
 
 from polyquant.arrays import find_backend
 from polyquant.codec import line_size_bytes
@@ -147,7 +148,7 @@ def _from_bytes(form: bytes) -> Static:
 def register() -> None:
     """Tell JAX, once, how a QTensor is taken apart and put together."""
     jax.tree_util.register_pytree_with_keys(QTensor, _flatten_with_keys, _unflatten, _flatten)
-    jax.export.register_pytree_node_serialization(
+    export.register_pytree_node_serialization(
         QTensor,
         serialized_name="polyquant.QTensor",
         serialize_auxdata=_as_bytes,

@@ -85,9 +85,22 @@ def empty(like: Array, shape: Sequence[int], kind: Any) -> tuple[Array, bool]:
     if isinstance(like, np.ndarray | np.generic):
         held = np.dtype(np.float32 if is_wider else kind)
         if held.isnative:
-            return np.empty(shape, held), is_wider
+            return _aligned(shape, held), is_wider
         return np.empty(shape, held.newbyteorder("=")), True
     return like.new_empty(shape, dtype=namespace(like).float32 if is_wider else kind), is_wider
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """A new array; a large one begins where JAX takes it over without copying."""
+    size = prod(shape) * dtype.itemsize
+    if size < _LARGE:
+        return np.empty(shape, dtype)
+    raw = np.empty(size + _LINE, np.uint8)
+    first = -raw.ctypes.data % _LINE
+    return raw[first : first + size].view(dtype).reshape(shape)
+
+
+_LARGE, _LINE = 1 << 20, 64  # bytes
 
 
 @lru_cache(maxsize=64)
