@@ -132,6 +132,13 @@ def test_lengths_that_lie(length: int, tmp_path: Path) -> None:
         pq.open_checkpoint(write(tmp_path / "x.safetensors", b"{}  ", length=length))
 
 
+def test_metadata_of_nothing(tmp_path: Path) -> None:
+    """As MLX writes where it is given none."""
+    header = {"__metadata__": None, "x": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}
+    with pq.open_checkpoint(write(tmp_path / "x.safetensors", header)) as ck:
+        assert dict(ck.metadata) == {} and ck["x"].shape == (0,)
+
+
 @pytest.mark.parametrize("metadata", [[], 1, {"a": 1}, {"a": None}, {"a": {"b": "c"}}])
 def test_metadata_of_texts_only(metadata: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidHeader, match="__metadata__"):

@@ -147,6 +147,7 @@ def test_double_quantization_is_that_of_bitsandbytes(shape: Any, tmp_path: Path)
     "scheme",
     [
         *("q4f/128:f32", "q4s/32:f32", "q3f/64:f32", "q8f/row:f32", "u4/64:f32-zero:u4"),
+        *("q4f/tensor:f32", "u4/tensor:f32-zero:u4", "u8/tensor:f32-zero:u8"),
         *("u8/row:f32-zero:u8", "e2m1/32:ue8m0", "e2m1/16:ue4m3/tensor:divisor.f32"),
     ],
 )
@@ -166,6 +167,8 @@ def test_compressed_tensors_reads_what_we_write(scheme: str, tmp_path: Path) -> 
     made = compressor.decompress(given, scheme_of_tool)["weight"]
     wanted = torch.tensor(q.dequantize()).to(made.dtype).float().numpy()
     np.testing.assert_array_equal(made.float().numpy(), wanted)
+    with pq.open_checkpoint(tmp_path / "x.safetensors") as ck:
+        assert_same(ck["l.weight"], q.dequantize())
 
 
 @pytest.fixture(scope="module")

@@ -143,6 +143,7 @@ def map_file(path: Path) -> tuple[int, mmap.mmap]:
 
 
 def _metadata(found: Any, path: Path) -> dict[str, str]:
+    found = {} if found is None else found  # as MLX writes it where there are none
     if not isinstance(found, dict) or any(type(item) is not str for item in found.values()):
         raise InvalidHeader(path=path, reason="its __metadata__ is not an object of texts")
     return found

@@ -234,9 +234,12 @@ def _packed_integers(source: Source, base: str, weights: Mapping[str, Any]) -> L
     uses = [f"{base}{PACKED}", f"{base}{SCALE}", shape_name]
     zero_name, map_name = f"{base}.weight_zero_point", f"{base}.weight_g_idx"
     is_affine = zero_name in source
-    if is_affine:
+    if is_affine and block is None:  # one zero point is not packed
+        source.expect(zero_name, ("I8",), grid)
+        uses.append(zero_name)
+    elif is_affine:
         words_of_zeros = {-(-rows * bits // 32), _old_words(rows, bits)}
-        zeros = source.expect(zero_name, ("I32",), (None, grid[-1] if grid else 1))
+        zeros = source.expect(zero_name, ("I32",), (None, grid[-1]))
         if zeros.shape[0] not in words_of_zeros:
             raise source.fail(f"tensor {zero_name!r} has no zero point for each of {rows} rows")
         uses.append(zero_name)
@@ -264,11 +267,17 @@ def _old_words(length: int, bits: int) -> int:
 def _read_packed_integers(
     source: Source, base: str, scheme: QuantScheme, shape: tuple[int, int], *, is_dense: bool
 ) -> QTensor:
-    bits = scheme.bits
+    bits, half = scheme.bits, 1 << (scheme.bits - 1)
     codes = _fields(source.read(f"{base}{PACKED}"), bits, shape[1], is_dense=is_dense)
     numbers = {"codes": codes, "scales": source.read(f"{base}{SCALE}")}
     if scheme.offset is None:
-        numbers["codes"] = codes ^ (1 << (bits - 1))
+        numbers["codes"] = codes ^ half
+    elif scheme.block is None:
+        zero = source.read(f"{base}.weight_zero_point").astype(np.int16) + half
+        if (zero < 0).any() or (zero >= 2 * half).any():
+            reason = f"it is beyond {-half} to {half - 1}"
+            raise CorruptData(what=f"Tensor '{base}.weight_zero_point'", reason=reason)
+        numbers["offsets"] = zero.astype(np.uint8)
     else:
         zeros = np.ascontiguousarray(source.read(f"{base}.weight_zero_point").T)
         # The packing is that of the weight: of few rows both would have as many words.
@@ -499,7 +508,9 @@ def _layout(info: TensorInfo) -> list[StoredArray]:
         StoredArray(f"{base}{SCALE}", scale_code(scheme.scale), grid),
         StoredArray(f"{base}.weight_shape", "I64", (2,)),
     ]
-    if scheme.offset is not None:
+    if scheme.offset is not None and scheme.block is None:
+        made.append(StoredArray(f"{base}.weight_zero_point", "I8", grid))
+    elif scheme.offset is not None:
         words = (-(-rows * scheme.bits // 32), grid[-1])
         made.append(StoredArray(f"{base}.weight_zero_point", "I32", words))
     if scheme.grouped:
@@ -520,7 +531,10 @@ def _encode(info: TensorInfo, q: QTensor) -> Iterator[Stored]:
         codes = codes ^ np.uint8(1 << (scheme.bits - 1))
     yield f"{base}{PACKED}", pack(np, codes, value, QuantStore.PACKED_U32)
     yield f"{base}.weight_shape", np.asarray(info.shape, "<i8")
-    if scheme.offset is not None:
+    if scheme.offset is not None and scheme.block is None:
+        half = 1 << (scheme.bits - 1)
+        yield f"{base}.weight_zero_point", (numbers["offsets"] - np.uint8(half)).view(np.int8)
+    elif scheme.offset is not None:
         zeros = np.ascontiguousarray(numbers["offsets"].T)
         words = pack(np, zeros, value, QuantStore.PACKED_U32).view("<i4")
         yield f"{base}.weight_zero_point", words.T
