@@ -33,7 +33,7 @@ from polyquant.backends.torch.cuda.tune import graph_us
 PLACE = torch.device("cuda:0")
 SHAPES = ((8192, 8192), (4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672))
 ROWS_OF_X = (1, 2, 4, 16, 64, 128, 256, 512, 2048, 4096)
-#: Measured at every shape; the other presets at the first one.
+#: Measured at every shape; those of WITH_BARS and the other presets at the first one.
 SCHEMES = (
     "q4s-32",
     "u4/32:f16-zero:u4",
@@ -44,6 +44,7 @@ SCHEMES = (
     "fp8-row",
     "q2s/64:f16",
 )
+WITH_BARS = ("q8s-32", "mxfp8", "q3s/64:f16")
 PAIRS = (
     ("fp8-tensor", "fp8-tensor"),
     ("fp8-row", "fp8-row"),
@@ -73,7 +74,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--quick", action="store_true", help="the first shape, fewer schemes")
     arguments = parser.parse_args()
-    shapes = SHAPES[:1] if arguments.quick else SHAPES
     begin = time.monotonic()
     made: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(PLACE),
@@ -84,21 +84,31 @@ def main() -> None:
         "products": [],
         "rivals_failed": {},
     }
-    others = ["q8s-32", "mxfp8", "q3s/64:f16", *pq.presets()]
-    for n, k in shapes:
-        further = others if (n, k) == SHAPES[0] and not arguments.quick else []
-        schemes = list(dict.fromkeys([*SCHEMES, *further]))
-        made["products"] += measure_products(n, k, schemes, made)
-        print(f"{n} x {k}: {time.monotonic() - begin:.0f} s", flush=True)
-        if (n, k) == SHAPES[0]:
-            cublas = {row["m"]: row["cublas_us"] for row in made["products"]}
-            made["both_quantized"] = measure_pairs(n, k, cublas)
-            made["conversions"] = [measure_conversions(each) for each in (*SCHEMES, "q8s-32")]
-            made["bars"] = bars([*made["products"], *made["both_quantized"]])
-            report(made)
-        if arguments.out is not None:
-            lines = json.dumps(made, separators=(",", ":")).replace('},{"', '},\n{"')
-            arguments.out.write_text(lines + "\n", encoding="utf-8")
+    first, *further = SHAPES
+    made["products"] += measure_products(*first, (*SCHEMES, *WITH_BARS), made, rivals=True)
+    cublas = {row["m"]: row["cublas_us"] for row in made["products"]}
+    made["both_quantized"] = measure_pairs(*first, cublas)
+    made["conversions"] = [measure_conversions(each) for each in (*SCHEMES, "q8s-32")]
+    made["bars"] = bars([*made["products"], *made["both_quantized"]])
+    report(made)
+    write(made, arguments.out, begin)
+    if arguments.quick:
+        return
+    for shape in further:
+        made["products"] += measure_products(*shape, SCHEMES, made)
+        write(made, arguments.out, begin)
+    known = {pq.scheme(s) for s in (*SCHEMES, *WITH_BARS)}
+    presets = [name for name in pq.presets() if pq.scheme(name) not in known]
+    made["products"] += measure_products(*first, presets, made)
+    write(made, arguments.out, begin)
+
+
+def write(made: dict[str, Any], path: Path | None, begin: float) -> None:
+    """What has been measured so far."""
+    print(f"{len(made['products'])} products, {time.monotonic() - begin:.0f} s", flush=True)
+    if path is not None:
+        lines = json.dumps(made, separators=(",", ":")).replace('},{"', '},\n{"')
+        path.write_text(lines + "\n", encoding="utf-8")
 
 
 def triton_version() -> str:
@@ -129,9 +139,9 @@ def inputs(k: int) -> dict[int, torch.Tensor]:
 
 
 def measure_products(
-    n: int, k: int, schemes: Sequence[str], made: dict[str, Any]
+    n: int, k: int, schemes: Sequence[str], made: dict[str, Any], *, rivals: bool = False
 ) -> list[dict[str, Any]]:
-    """Every scheme beside cuBLAS and rivals; our kernels are compiled first, side by side."""
+    """Every scheme beside cuBLAS, and rivals; our kernels are compiled first, side by side."""
     read_gb_s = made["ceilings"]["read_gb_s"]
     xs = inputs(k)
     floats = [
@@ -145,7 +155,8 @@ def measure_products(
         weights = [q.mT for q in copies(scheme, n, k)]
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda m: pq.matmul(xs[m], weights[0]), ROWS_OF_X))  # noqa: B023
-        others = rivals_cuda.measure(scheme, n, k, xs, time_us, made["rivals_failed"])
+        given = (n, k, xs, time_us, made["rivals_failed"])
+        others = rivals_cuda.measure(scheme, *given) if rivals else {}
         for m, x in xs.items():
             us = time_us([lambda w=w: pq.matmul(x, w) for w in weights])  # noqa: B023
             size = weights[0].nbytes
@@ -156,7 +167,7 @@ def measure_products(
                 "of_read_percent": round(100 * size / us / 1e3 / read_gb_s, 1),
                 "kernel": pq.explain("matmul", x, weights[0]).kernel,
             }  # fmt: skip
-            if others[m]:
+            if others.get(m):
                 row["rivals_us"] = others[m]
             rows.append(row)
     return rows
