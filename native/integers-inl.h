@@ -2,7 +2,8 @@
 // multiplied by its two scales and added up in float32.
 //
 // A weight's codes enter as bytes; a line is cut into units of 32, whose scales are one number each.
-// `dot8` takes few rows of x and reads memory as it lies; `panel8` takes many and decodes a panel.
+// `dot8` takes few rows of x and reads memory as it lies, one line after the other; `panel8` takes
+// many and decodes a panel. Numbers of 32 bits are four bytes each, and two sums of 16 bits.
 #pragma once
 
 namespace pq::PQ_TARGET {
@@ -12,30 +13,51 @@ constexpr int kPanelDepth8 = 512;
 // Scales in this range: their products are float32 numbers, and so are those with a unit's sum.
 // Other products are left to float32.
 constexpr float kSmallestScale = 0x1p-60f, kLargestScale = 0x1p60f;
+// Numbers of 32 bits are multiples of 2^-31 at least.
+constexpr float kSmallestOfPlanes = 0x1p-34f;
 
 // Scales of a line, one per unit of 32, filled up with zeros; false where one is out of range.
-inline bool unit_scales(const Weight& w, int64_t row, int64_t units, float* scratch, float* out) {
+inline bool unit_scales(const Weight& w, int64_t row, int64_t units, float* scratch, float* out,
+                        float smallest = kSmallestScale) {
   if (has_zero(w.scale, w.grid_length, row, 0, w.grid_length)) return false;
+  const int64_t used = w.grid_length == 1 ? units : (w.length + kUnit - 1) / kUnit;
   if (w.block == kUnit && w.grid_length > 1) {
     grid_line(w.scale, w.grid_length, row, 0, w.grid_length, out);
-    for (int64_t u = w.grid_length; u < units; ++u) out[u] = 0.0f;
   } else {
-    grid_line(w.scale, w.grid_length, row, 0, w.grid_length, scratch);
+    const float* from = scratch;
+    const int64_t at = row * w.grid_length;
+    const bool is_plain = w.scale.number == Number::kF32 && !w.scale.tensor_scale;
+    if (is_plain && at + w.grid_length + kWidth <= w.scale.size)
+      from = reinterpret_cast<const float*>(w.scale.data) + at;
+    else
+      grid_line(w.scale, w.grid_length, row, 0, w.grid_length, scratch);
     const int64_t each = w.grid_length == 1 ? units : w.block / kUnit;
-    for (int64_t u = 0, g = 0; u < units; ++g) {
-      const float s = scratch[g < w.grid_length ? g : w.grid_length - 1];
-      for (const int64_t end = min64(units, u + each); u < end; ++u) out[u] = s;
+    if (each < kWidth && kWidth % each == 0) {
+      const Spread spread(static_cast<int>(each));
+      const int64_t scales = kWidth / each;
+      for (int64_t u = 0; u < used; u += kWidth, from += scales) store(out + u, spread(from));
+    } else {
+      for (int64_t u = 0; u < used; ++from)
+        for (const int64_t end = min64(used, u + each); u < end; ++u) out[u] = *from;
     }
   }
+  for (int64_t u = used; u < units; ++u) out[u] = 0.0f;
   const bool is_narrow = w.scale.number == Number::kF16 || w.scale.number == Number::kE4M3;
   if (is_narrow && !w.scale.tensor_scale) return true;
-  F most = zero(), least = set1(1.0f);
+  const F low = set1(smallest), high = set1(kLargestScale);
+  F over = zero();
   for (int64_t u = 0; u < units; u += kWidth) {
     const F v = zeros_as_one(magnitude(load_some(out + u, units - u)));
-    most = max(most, v);
-    least = min(least, v);
+    over = max(over, max(sub(v, high), sub(low, v)));
   }
-  return highest(most) <= kLargestScale && lowest(least) >= kSmallestScale;
+  return highest(over) <= 0.0f;
+}
+
+// The same where they are stored as float16, one a unit, and no number of `units` lies beyond.
+PQ_INLINE const uint16_t* plain_halves(const Weight& w, int64_t row, int64_t units) {
+  const bool is_plain = w.scale.number == Number::kF16 && !w.scale.tensor_scale;
+  if (!is_plain || w.block != kUnit || w.grid_length != units) return nullptr;
+  return reinterpret_cast<const uint16_t*>(w.scale.data) + row * units;
 }
 
 // -- x ----------------------------------------------------------------------------------------
@@ -44,7 +66,8 @@ inline bool unit_scales(const Weight& w, int64_t row, int64_t units, float* scra
 inline bool pack_codes(const Weight& x, int64_t first, int64_t last, const Codes8& to) {
   [[maybe_unused]] const FlushSubnormals mode;
   bool fine = true;
-  float* const scratch = new float[static_cast<size_t>(2 * x.grid_length + to.units + 128)];
+  const Floats memory = make_floats(2 * x.grid_length + to.units + 128);
+  float* const scratch = memory.get();
   for (int64_t row = first; row < last; ++row) {
     int8_t* codes = to.codes + row * to.padded;
     const uint8_t* p = x.data + row * x.line_bytes;
@@ -61,154 +84,256 @@ inline bool pack_codes(const Weight& x, int64_t first, int64_t last, const Codes
     fine &= unit_scales(x, x.grid_row(row), to.units, scratch, scales);
     std::memcpy(to.scales + row * to.units, scales, 4 * static_cast<size_t>(to.units));
   }
-  delete[] scratch;
   return fine;
 }
 
 // -- few rows ---------------------------------------------------------------------------------
 
-// x laid out for dot8, a pair of rows after the other (or one row): per step of kStep8 codes, row by
-// row, the codes (as the instruction set wants them), and minus the sums of each lane's codes, which are multiplied by the weight's bias (lane by
-// lane, so that what cancels does so in integers).
-inline void pack_steps(const Codes8& x, int64_t rows, const Weight8& w, const Steps& to) {
-  const int64_t stride = to.steps * (kStep8 / kUnit) + 16;  // of the scales of a row
-  for (int64_t m = 0; m < rows; ++m) {
-    std::memcpy(to.scales + m * stride, x.scales + m * x.units, 4 * static_cast<size_t>(x.units));
-    for (int64_t u = x.units; u < stride; ++u) to.scales[m * stride + u] = 0.0f;
-  }
-  for (int64_t m = 0; m < rows; ++m)
-    for (int64_t step = 0; step < to.steps; ++step) {
-      const int64_t at = to.rows == 1 ? step : (m / 2 * to.steps + step) * 2 + m % 2;
-      const int8_t* const codes = x.codes + m * x.padded + step * kStep8;
-      put_step(codes, to.codes + at * kStepBytes);
-      for (int lane = 0; lane < kWidth; ++lane) {
-        int32_t total = 0;
-        for (int i = 0; i < kStep8 / kWidth; ++i) total += codes[step_lane(lane, i)];
-        to.sums[at * kWidth + lane] =
-            static_cast<int16_t>(w.has_zero_point || w.bias ? -total : 0);
+template <class Body>
+PQ_INLINE auto with_bytes8(const Weight8& kind, const Body& body) {
+  if (kind.bits == 4 && kind.planes == 4) return body(Bytes8<4, 4>(kind));
+  if (kind.bits == 4 && kind.planes == 1) return body(Bytes8<4, 1>(kind));
+  if (kind.bits == 4) return body(Bytes8<4, 0>(kind));
+  if (kind.bits == 8 && !kind.planes) return body(Bytes8<8, 0>(kind));
+  if (kind.bits == 2) return body(Bytes8<2, 0>(kind));
+  return body(Bytes8<0, 1>(kind));
+}
+
+template <class B>
+constexpr int kStepCodes = 4 * kWidth * B::kParts;
+// Of a step of a row of x: its codes, then a start for every lane.
+template <class B>
+constexpr int kRowBytes = B::kPartBytes * B::kParts + 4 * kWidth;
+
+// Measured on Zen 5, where panels (of AVX-512) or float32 overtake. Four tables are worth it with 16
+// lookups in a vector of 64 bytes only.
+inline Step8 step8(const Weight8& kind) {
+  return with_bytes8(kind, [&](const auto& bytes) {
+    using B = std::decay_t<decltype(bytes)>;
+    const int rows = kWidth == 16 ? (B::kParts > 1 ? 12 : 8) : kind.planes == 4 ? 0 : B::kParts > 1 ? 32 : 12;
+    return Step8{kStepCodes<B>, kRowBytes<B>, rows};
+  });
+}
+
+// How many rows are multiplied at once, of so many: others are zeros.
+PQ_INLINE int64_t rows_at_once(int64_t rows) { return rows > 2 ? 4 : rows; }
+
+// Code kParts * i + j of `count` to part j, `apart` bytes after the one before: eight at a time.
+template <int kParts>
+PQ_INLINE void split(const int8_t* codes, int count, int8_t* to, int apart) {
+  if constexpr (kParts == 1) {
+    std::memcpy(to, codes, static_cast<size_t>(count));
+  } else {
+    int8_t even[256], odd[256];
+    for (int i = 0; i < count; i += 8) {
+      for (int j = 0; j < 2; ++j) {
+        uint64_t eight;
+        std::memcpy(&eight, codes + i, 8);
+        eight = eight >> 8 * j & 0x00ff00ff00ff00ff;
+        eight = (eight | eight >> 8) & 0x0000ffff0000ffff;
+        eight |= eight >> 16;
+        std::memcpy((j ? odd : even) + i / 2, &eight, 4);
       }
     }
+    split<kParts / 2>(even, count / 2, to, 2 * apart);
+    split<kParts / 2>(odd, count / 2, to + apart, 2 * apart);
+  }
 }
 
-// One step against kRows rows of x. scales: of each row's units, times the line's. zeros: the units'
-// zero points, where there are any.
-template <int kRows, bool kZero, class B>
-PQ_INLINE void dot8_at(const B& fields, int64_t step, const float* scales, int64_t stride,
-                       const float* zeros, int bias_bits, const Steps& x, F (&acc)[kRows]) {
+// x laid out for dot8, four rows after the other: step by step, and in it row by row, the codes in
+// the order of the weight's bytes, and minus the sums of each lane's codes, times the weight's bias
+// (lane by lane, so that what cancels does so in integers).
+template <class B>
+inline void put_step(const int8_t* codes, int32_t by, uint8_t* to) {
+  int8_t parts[kStepCodes<B>];
+  split<B::kParts>(codes, kStepCodes<B>, parts, 4 * kWidth);
+  for (int j = 0; j < B::kParts; ++j) B::put(parts + j * 4 * kWidth, to + j * B::kPartBytes);
+  const I totals = B::dot(set1_int(0), B::ones(), to);
+  store_int(reinterpret_cast<int32_t*>(to + B::kParts * B::kPartBytes), mul_int(totals, set1_int(by)));
+}
+
+inline void pack_steps(const Codes8& x, int64_t rows, int64_t first, int64_t last, const Weight8& w,
+                       const Steps& to) {
+  const int32_t by = w.has_zero_point ? -1 : -w.bias;
+  with_bytes8(w, [&](const auto& bytes) {
+    using B = std::decay_t<decltype(bytes)>;
+    for (int64_t m = first; m < last; ++m) {
+      const int64_t before = m / 4 * 4, group = rows_at_once(min64(4, rows - before));
+      float* const scales = to.scales + m * to.stride;
+      const int64_t units = m < rows ? x.units : 0;
+      if (units) std::memcpy(scales, x.scales + m * x.units, 4 * static_cast<size_t>(units));
+      std::memset(scales + units, 0, 4 * static_cast<size_t>(to.stride - units));
+      uint8_t* at = to.codes + (before * to.steps + m - before) * kRowBytes<B>;
+      for (int64_t k = 0; k < to.steps * kStepCodes<B>; k += kStepCodes<B>) {
+        int8_t some[kStepCodes<B>] = {};
+        const int64_t count = m < rows ? min64(kStepCodes<B>, x.padded - k) : 0;
+        if (count) std::memcpy(some, x.codes + m * x.padded + k, static_cast<size_t>(count));
+        put_step<B>(some, by, at);
+        at += group * kRowBytes<B>;
+      }
+    }
+    return 0;
+  });
+}
+
+// A line of a weight, or rows of x, as dot8 goes along them. scales: of each row's units, times the
+// line's. zeros: the units' zero points, where there are any.
+struct Dot8 {
+  const uint8_t* x;
+  const float *scales, *zeros;
+  int64_t stride;
+};
+
+// Sums of products: one, or of numbers of 32 bits those of the lower and the upper half.
+template <int kRows, int kPlanes>
+struct Sums8 {
+  static constexpr int kEach = kPlanes == 4 ? 2 : 1;
+  F at[kRows][kEach];
+};
+
+template <int kRows, int kBits, int kPlanes>
+PQ_INLINE Sums8<kRows, kPlanes> zeros8(const Bytes8<kBits, kPlanes>&) {
+  Sums8<kRows, kPlanes> sums;
+  for (auto& row : sums.at)
+    for (F& each : row) each = zero();
+  return sums;
+}
+
+// One step against kRows rows of x.
+template <int kRows, bool kZero, int kBits, int kPlanes>
+PQ_INLINE void dot8_at(const Bytes8<kBits, kPlanes>& bytes,
+                       const typename Bytes8<kBits, kPlanes>::Codes& codes, const Dot8& at,
+                       Sums8<kRows, kPlanes>& sums) {
+  using B = Bytes8<kBits, kPlanes>;
+  constexpr int kEach = Sums8<kRows, kPlanes>::kEach, kLanes = 8 / B::kParts;
+  typename B::Codes planes[kPlanes ? kPlanes : 1];
+#pragma GCC unroll 4
+  for (int plane = 0; plane < (kPlanes ? kPlanes : 1); ++plane)
+    planes[plane] = bytes.mapped(codes, plane);
   I zero_points{};
-  if constexpr (kZero) zero_points = to_int(lane_scales(zeros + step * (kStep8 / kUnit)));
+  if constexpr (kZero) zero_points = to_int(lane_scales<kLanes>(at.zeros));
 #pragma GCC unroll 4
   for (int m = 0; m < kRows; ++m) {
-    const int64_t at = step * kRows + m;
-    I start = load_short(x.sums + at * kWidth);
-    start = kZero ? mul_int(start, zero_points) : shifted(start, bias_bits);
-    const F total = to_float(dot8_step(start, fields, x.codes + at * kStepBytes));
-    acc[m] = fma(total, lane_scales(scales + m * stride + step * (kStep8 / kUnit)), acc[m]);
+    const uint8_t* const x = at.x + m * kRowBytes<B>;
+    I start = load_int(reinterpret_cast<const int32_t*>(x + B::kParts * B::kPartBytes));
+    if constexpr (kZero) start = mul_int(start, zero_points);
+    const F scale = lane_scales<kLanes>(at.scales + m * at.stride);
+#pragma GCC unroll 2
+    for (int half = 0; half < kEach; ++half) {
+      I total = B::dot(start, planes[kPlanes == 4 ? 2 * half + 1 : 0], x);
+      if constexpr (kPlanes == 4) total = B::dot(shift_left<8>(total), planes[2 * half], x);
+      sums.at[m][half] = fma(to_float(total), scale, sums.at[m][half]);
+    }
   }
 }
 
-// The steps that begin inside a line and may end beyond it.
-template <int kRows, bool kZero, class Bytes>
-__attribute__((noinline)) void dot8_rest(const Bytes& bytes, const uint8_t* p, int64_t line_codes,
-                                         int64_t step, const float* scales, int64_t stride,
-                                         const float* zeros, int bias_bits, const Steps& x,
-                                         F (&acc)[kRows]) {
-  for (; step < x.steps; ++step)
-    dot8_at<kRows, kZero>(bytes.part(p + step * bytes.step, line_codes - step * bytes.step), step,
-                          scales, stride, zeros, bias_bits, x, acc);
-}
-
-// A line: whole pairs of steps, with everything in registers, then the rest.
-template <int kRows, bool kZero, class Bytes>
-PQ_INLINE void dot8_line(const Bytes bytes, const uint8_t* p, int64_t line_codes,
-                         const float* scales, int64_t stride, const float* zeros, int bias_bits,
-                         const Steps x, F (&sums)[kRows]) {
-  const int64_t pairs = min64(line_codes / bytes.step, x.steps) / 2;
-  F even[kRows], odd[kRows];
-  for (auto& sum : even) sum = zero();
-  for (auto& sum : odd) sum = zero();
-  const uint8_t* at = p;
-  for (int64_t i = 0; i < pairs; ++i, at += 2 * bytes.step) {
-    prefetch(at + 1024);
-    dot8_at<kRows, kZero>(bytes(at), 2 * i, scales, stride, zeros, bias_bits, x, even);
-    dot8_at<kRows, kZero>(bytes(at + bytes.step), 2 * i + 1, scales, stride, zeros, bias_bits, x,
-                           odd);
+// A line: whole steps, with everything in registers, then those that may end beyond it.
+template <int kRows, bool kZero, int kBits, int kPlanes>
+PQ_INLINE void dot8_line(const Bytes8<kBits, kPlanes> bytes, const uint8_t* p, int64_t line_codes,
+                         int64_t steps, Dot8 at, Sums8<kRows, kPlanes>& sums) {
+  using B = Bytes8<kBits, kPlanes>;
+  constexpr int kUnits = kStepCodes<B> / kUnit;
+  // Few sums are kept twice, so that one need not wait for the other.
+  constexpr int kTwice = kRows * sums.kEach < 4 ? 2 : 1;
+  const int64_t whole = min64(line_codes / bytes.step, steps) / kTwice * kTwice;
+  const auto next = [&]() PQ_INLINE_LAMBDA {
+    p += bytes.step;
+    at.x += kRows * kRowBytes<B>;
+    at.scales += kUnits;
+    at.zeros += kUnits;
+  };
+  Sums8<kRows, kPlanes> others = zeros8<kRows>(bytes);
+  for (int64_t i = 0; i < whole; i += kTwice) {
+    prefetch(p + kAhead);
+    dot8_at<kRows, kZero>(bytes, bytes(p), at, sums);
+    next();
+    if constexpr (kTwice == 2) {
+      prefetch(p + kAhead);
+      dot8_at<kRows, kZero>(bytes, bytes(p), at, others);
+      next();
+    }
   }
-  for (int m = 0; m < kRows; ++m) sums[m] = add(even[m], odd[m]);
-  if (2 * pairs < x.steps)
-    dot8_rest<kRows, kZero>(bytes, p, line_codes, 2 * pairs, scales, stride, zeros, bias_bits, x,
-                             sums);
+  if (kTwice == 2)
+    for (int m = 0; m < kRows; ++m)
+      for (int half = 0; half < sums.kEach; ++half)
+        sums.at[m][half] = add(sums.at[m][half], others.at[m][half]);
+  for (int64_t i = whole; i < steps; ++i, next())
+    dot8_at<kRows, kZero>(bytes, bytes.part(p, line_codes - i * bytes.step), at, sums);
 }
 
-template <int kRows, bool kZero, class Bytes>
-inline bool dot8_lines(const Weight& w, const Weight8& kind, const Steps& x, int64_t rows,
-                       int64_t first_line, int64_t first, int64_t last, const Output& y) {
-  [[maybe_unused]] const FlushSubnormals mode;
-  const Bytes bytes(kind);
-  const int64_t units = x.steps * (kStep8 / kUnit), stride = units + 16;
-  const int bias_bits = kind.bias ? __builtin_ctz(static_cast<unsigned>(kind.bias)) : 0;
+template <int kRows, bool kZero, class B>
+inline bool dot8_lines(const Weight& w, const Weight8& kind, const B& bytes, const Steps& x,
+                       int64_t rows, int64_t first_line, int64_t first, int64_t last,
+                       float* products, const Output& y) {
+  const int64_t stride = x.stride;
+  const float* const x_scales = x.scales;
+  float *const scales = products + kRows * stride, *const zeros = scales + stride;
+  float* const scratch = zeros + stride;
+  const float smallest = kind.planes == 4 ? kSmallestOfPlanes : kSmallestScale;
   const int64_t line_codes = (w.length * w.bits + 7) / 8;
-  float* const products = new float[static_cast<size_t>((kRows + 2) * stride + w.grid_length + 128)];
-  float *const scales = products + kRows * stride, *const zeros = scales + stride + 16;
-  float* const scratch = zeros + stride + 16;
-  bool fine = true;
-  for (int64_t n = first; n < last && fine; ++n) {
+  for (int64_t n = first; n < last; ++n) {
     const int64_t line = first_line + n, row = w.grid_row(line);
-    fine = unit_scales(w, row, units, scratch, scales);
+    ask_ahead(w, w.scale, row);
+    const uint16_t* const halves = plain_halves(w, row, stride - 16);
+    if (!halves && !unit_scales(w, row, stride - 16, scratch, scales, smallest)) return false;
     if constexpr (kZero) {
       Weight by_zero = w;
       by_zero.scale = w.offset;
-      unit_scales(by_zero, row, units, scratch, zeros);
+      ask_ahead(w, w.offset, row);
+      unit_scales(by_zero, row, stride - 16, scratch, zeros);
     }
-    for (int64_t u = 0; u < units; u += kWidth) {
-      const F s = load(scales + u);
+    for (int64_t u = 0; u < stride - 16; u += kWidth) {
+      const F s = halves ? from_f16(halves + u) : load(scales + u);
 #pragma GCC unroll 4
       for (int m = 0; m < kRows; ++m)
-        store(products + m * stride + u, mul(s, load(x.scales + m * stride + u)));
+        store(products + m * stride + u, mul(s, load(x_scales + m * stride + u)));
     }
-    F acc[kRows];
-    const uint8_t* const p = w.data + line * w.line_bytes;
-    dot8_line<kRows, kZero>(bytes, p, line_codes, products, stride, zeros, bias_bits, x, acc);
-    for (int m = 0; m < kRows && m < rows; ++m)
-      write_sum(y, m * y.row_stride + n, sum(acc[m]) * kind.factor);
+    auto sums = zeros8<kRows>(bytes);
+    dot8_line<kRows, kZero>(bytes, w.data + line * w.line_bytes, line_codes, x.steps,
+                            {x.codes, products, zeros, stride}, sums);
+#pragma GCC unroll 4
+    for (int m = 0; m < kRows; ++m) {
+      F total = sums.at[m][0];
+      if (sums.kEach == 2) total = add(total, mul(sums.at[m][sums.kEach - 1], set1(65536.0f)));
+      if (m < rows) write_sum(y, m * y.row_stride + n, sum(total) * kind.factor);
+    }
   }
-  delete[] products;
-  return fine;
+  return true;
 }
 
-template <class Bytes>
-inline bool dot8_of(const Weight& w, const Weight8& kind, const Steps& x, int64_t rows,
-                    int64_t first_line, int64_t first, int64_t last, const Output& y) {
-  const auto by = [&](auto has_zero) PQ_INLINE_LAMBDA {
-    constexpr bool kZero = decltype(has_zero)::value;
-    if (rows == 1)
-      return dot8_lines<1, kZero, Bytes>(w, kind, x, rows, first_line, first, last, y);
-    // Two rows at a time, whose codes stay in the first cache; the lines stay in the second.
-    constexpr int64_t kLines = 16;
-    const int64_t item = y.type == Float::kF32 ? 4 : 2;
-    const int64_t stride = x.steps * (kStep8 / kUnit) + 16;
-    for (int64_t n = first; n < last; n += kLines)
-      for (int64_t m = 0; m < rows; m += 2) {
-        const int64_t before = m * x.steps;
-        const Steps pair{x.codes + before * kStepBytes, x.sums + before * kWidth,
-                         x.scales + m * stride, x.steps, 2};
-        const Output to{static_cast<char*>(y.data) + m * y.row_stride * item, y.type, y.row_stride};
-        if (!dot8_lines<2, kZero, Bytes>(w, kind, pair, rows - m, first_line, n,
-                                         min64(last, n + kLines), to))
-          return false;
-      }
-    return true;
-  };
-  return kind.has_zero_point ? by(Constant<1>()) : by(Constant<0>());
+// Four rows of x at a time, which stay in the first cache; some lines stay in the second.
+template <bool kZero, class B>
+inline bool dot8_groups(const Weight& w, const Weight8& kind, const B& bytes, const Steps& x,
+                        int64_t rows, int64_t first_line, int64_t first, int64_t last,
+                        const Output& y) {
+  const int64_t item = y.type == Float::kF32 ? 4 : 2;
+  const int64_t lines = rows <= 4 ? max64(1, last - first) : 16;
+  const Floats products = make_floats(6 * x.stride + w.grid_length + 128);
+  for (int64_t n = first; n < last; n += lines)
+    for (int64_t m = 0; m < rows; m += 4) {
+      const int64_t some = min64(4, rows - m), end = min64(last, n + lines);
+      const Steps part{x.codes + m * x.steps * kRowBytes<B>, x.scales + m * x.stride, x.steps, some,
+                       x.stride};
+      const Output to{static_cast<char*>(y.data) + m * y.row_stride * item, y.type, y.row_stride};
+      const auto run = some == 1   ? dot8_lines<1, kZero, B>
+                       : some == 2 ? dot8_lines<2, kZero, B>
+                                   : dot8_lines<4, kZero, B>;
+      if (!run(w, kind, bytes, part, some, first_line, n, end, products.get(), to)) return false;
+    }
+  return true;
 }
 
 inline bool dot8(const Weight& w, const Weight8& kind, const Steps& x, int64_t rows,
                  int64_t first_line, int64_t first, int64_t last, const Output& y) {
-  const auto run = kind.bits == 4 && kind.table ? dot8_of<Bytes8<4, true>>
-                   : kind.bits == 4             ? dot8_of<Bytes8<4, false>>
-                   : kind.bits == 8 && !kind.table ? dot8_of<Bytes8<8, false>>
-                                                : dot8_of<Bytes8<0, true>>;
-  return run(w, kind, x, rows, first_line, first, last, y);
+  [[maybe_unused]] const FlushSubnormals mode;
+  return with_bytes8(kind, [&](const auto& bytes) {
+    using B = std::decay_t<decltype(bytes)>;
+    if constexpr (!B::kTables) {
+      if (kind.has_zero_point)
+        return dot8_groups<true>(w, kind, bytes, x, rows, first_line, first, last, y);
+    }
+    return dot8_groups<false>(w, kind, bytes, x, rows, first_line, first, last, y);
+  });
 }
 
 // -- many rows --------------------------------------------------------------------------------
@@ -327,7 +452,7 @@ inline bool panel8(const Weight& w, const Weight8& kind, const Codes8& x, const 
                    int64_t rows, int64_t first_line, int64_t first, int64_t last, float* scratch,
                    const Output& y) {
   [[maybe_unused]] const FlushSubnormals mode;
-  const Bytes8<0, true> bytes(kind);
+  const Bytes8<0, 1> bytes(kind);
   const int64_t units = x.units, count = (rows + 31) / 32, stride = count * 32;
   constexpr int64_t kStride8 = kPanelDepth8 + 64;
   float* const sums = scratch;
@@ -356,10 +481,10 @@ inline bool panel8(const Weight& w, const Weight8& kind, const Codes8& x, const 
         const uint8_t* p = line + k * w.bits / 8;
         const uint8_t* const next = p + kPanelDepth8 * w.bits / 8;
         for (int64_t byte = 0; byte < kPanelDepth8 * w.bits / 8; byte += 64) prefetch(next + byte);
-        for (int64_t at = 0; at < depth; at += kStep8, p += bytes.step) {
+        for (int64_t at = 0; at < depth; at += 64, p += bytes.step) {
           const bool is_inside = p + bytes.step <= line + line_codes;
-          const I fields = is_inside ? bytes(p) : bytes.part(p, line + line_codes - p);
-          _mm512_storeu_si512(codes + i * kStride8 + at, fields);
+          const auto fields = is_inside ? bytes(p) : bytes.part(p, line + line_codes - p);
+          _mm512_storeu_si512(codes + i * kStride8 + at, bytes.mapped(fields, 0).at[0]);
         }
       }
       const Lines8 left{codes, scales + unit, kind.has_zero_point ? zeros + unit : nullptr, kStride8,

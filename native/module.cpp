@@ -159,12 +159,14 @@ class Bytes {
   Bytes(int bits, int mask, int flip, std::vector<uint8_t> table, int bias, float factor,
         bool has_zero_point)
       : table_(std::move(table)) {
+    const int planes = static_cast<int>(table_.size() / 16);
     require(bits >= 1 && bits <= 8 && mask >= 0 && mask < 256 && flip >= 0 && flip < 256 &&
-                bias >= 0 && bias <= 128 && (bias & (bias - 1)) == 0 && (table_.empty() || table_.size() == 16),
+                bias >= 0 && bias <= 128 && table_.size() % 16 == 0 &&
+                (planes < 2 || (planes == 4 && bits == 4)),
             "no such codes");
-    require(table_.empty() || !has_zero_point, "a table has no zero points");
-    kind_ = {bits, static_cast<uint8_t>(mask), static_cast<uint8_t>(flip), nullptr, bias, factor,
-             has_zero_point};
+    require(planes == 0 || (bits != 2 && !has_zero_point), "no such table");
+    kind_ = {bits, static_cast<uint8_t>(mask), static_cast<uint8_t>(flip), nullptr, planes, bias,
+             factor, has_zero_point};
   }
   Weight8 kind() const {
     Weight8 found = kind_;
@@ -258,7 +260,8 @@ class Matrix {
     nb::gil_scoped_release release;
     if (!rows || !w_.lines) return true;
     const Kernels& k = *chosen;
-    if (rows > k.dot_rows && !k.panel8) return false;
+    const bool by_dots = rows <= k.step8(kind).most_rows;
+    if (!by_dots && (!k.panel8 || kind.planes == 4)) return false;
     const int workers = threads_for(rows * w_.lines * w_.length, threads);
     const int64_t padded = ceil_div(w_.length, 64) * 64, units = padded / 32;
     float* const memory = codes_scratch.floats(rows * (padded / 4 + units));
@@ -267,8 +270,8 @@ class Matrix {
     parallel_for(ceil_div(rows, 16), workers, [&](int64_t i) {
       if (!k.pack_codes(x.w_, i * 16, std::min(rows, i * 16 + 16), codes)) fine = false;
     });
-    if (fine) fine = rows <= k.dot_rows ? by_dots8(k, kind, codes, rows, y, workers)
-                                        : by_panels8(k, kind, codes, rows, y, workers);
+    if (fine) fine = by_dots ? by_dots8(k, kind, codes, rows, y, workers)
+                             : by_panels8(k, kind, codes, rows, y, workers);
     x_scratch.forget_if_large();
     codes_scratch.forget_if_large();
     return fine;
@@ -277,20 +280,21 @@ class Matrix {
  private:
   bool by_dots8(const Kernels& k, const Weight8& kind, const Codes8& codes, int64_t rows,
                 const Output& y, int workers) const {
-    const int64_t steps = ceil_div(codes.padded, k.step8), padded_rows = rows == 3 ? 4 : rows;
-    const int64_t scales = padded_rows * (steps * (k.step8 / 32) + 16);
-    const int64_t sums = padded_rows * steps * k.width / 2;  // two of 16 bits to a float's place
-    const int64_t size = scales + sums + padded_rows * steps * k.step8_bytes / 4;
-    float* const memory = x_scratch.floats(size + 64);
-    const Steps x{reinterpret_cast<uint8_t*>(memory),
-                  reinterpret_cast<int16_t*>(memory + size - scales - sums), memory + size - scales,
-                  steps, padded_rows};
-    if (rows == 3) std::fill(memory, memory + size, 0.0f);
-    k.pack_steps(codes, rows, kind, x);
+    const Step8 step = k.step8(kind);
+    const int64_t steps = ceil_div(codes.padded, step.codes);
+    const int64_t padded_rows = rows % 4 == 3 ? rows + 1 : rows;
+    const int64_t stride = ceil_div(steps * step.codes / 32, 16) * 16 + 16;
+    const int64_t scales = ceil_div(padded_rows * stride, 16) * 16;
+    float* const memory = x_scratch.floats(scales + padded_rows * steps * step.bytes / 4);
+    const Steps x{reinterpret_cast<uint8_t*>(memory + scales), memory, steps, rows, stride};
+    parallel_for(ceil_div(padded_rows, 4), workers, [&](int64_t i) {
+      k.pack_steps(codes, rows, i * 4, std::min(padded_rows, i * 4 + 4), kind, x);
+    });
     std::atomic<bool> fine{true};
-    const int64_t step = std::max<int64_t>(8, ceil_div(w_.lines, 16 * workers));
-    parallel_for(ceil_div(w_.lines, step), workers, [&](int64_t i) {
-      if (!k.dot8(w_, kind, x, rows, 0, i * step, std::min(w_.lines, (i + 1) * step), y)) fine = false;
+    const int64_t lines = std::max<int64_t>(16, ceil_div(w_.lines, 16 * workers));
+    parallel_for(ceil_div(w_.lines, lines), workers, [&](int64_t i) {
+      if (!k.dot8(w_, kind, x, rows, 0, i * lines, std::min(w_.lines, (i + 1) * lines), y))
+        fine = false;
     });
     return fine;
   }
@@ -378,10 +382,14 @@ class Matrix {
     parallel_for(ceil_div(rows, 16), workers, [&](int64_t i) {
       k.pack_rows(a, i * 16, std::min(rows, i * 16 + 16), x);
     });
-    const int64_t scratch = k.panel_depth * kColumns + a.rows * kColumns;
-    parallel_for(ceil_div(w_.length, kColumns), workers, [&](int64_t i) {
-      k.panel_columns_of(w_, x, a.rows, first_line, a.columns, i * kColumns,
-                         std::min(w_.length, (i + 1) * kColumns), task_scratch.floats(scratch), y);
+    // The fewer lines are cut, the better they are read.
+    const int64_t wide = ceil_div(ceil_div(w_.length, 2 * workers), kColumns) * kColumns;
+    const int64_t step = a.rows > 4 ? kColumns : workers == 1 ? w_.length : wide;
+    const int64_t scratch =
+        std::max(k.panel_depth * kColumns + a.rows * kColumns, a.rows > 4 ? 0 : 4 * step);
+    parallel_for(ceil_div(w_.length, step), workers, [&](int64_t i) {
+      k.panel_columns_of(w_, x, a.rows, first_line, a.columns, i * step,
+                         std::min(w_.length, (i + 1) * step), task_scratch.floats(scratch), y);
     });
   }
 

@@ -98,7 +98,7 @@ PQ_INLINE void dot_groups(W (&walkers)[kLines], int64_t groups, const float* x, 
   for (int64_t g = 0; g < groups; ++g) {
 #pragma GCC unroll 2
     for (int l = 0; l < kLines; ++l) {
-      prefetch(walkers[l].p + 1024);
+      prefetch(walkers[l].p + kAhead);
       walkers[l].begin_group();
     }
 #pragma GCC unroll 4
@@ -280,12 +280,15 @@ struct FewScales {
   }
 };
 
-constexpr int64_t kLinesAhead = 32;
+// Lines are taken some at a time, over all columns, so that memory is read nearly as it lies.
+constexpr int64_t kFewLines = 32;
 
-// Columns [n, n + kVectors * kWidth) for kRows rows: the sums stay in registers over all lines.
+// sums[m * stride, ...] += columns [n, n + kVectors * kWidth) of `depth` lines, for kRows rows; x
+// begins with them. The sums stay in registers.
 template <int kRows, int kVectors, class At>
-PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed x, int64_t rows,
-                             int64_t first_line, int64_t depth, int64_t n, const Output& y) {
+PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed x,
+                             int64_t first_line, int64_t depth, int64_t n, float* sums,
+                             int64_t stride) {
   constexpr int64_t kColumns = kVectors * kWidth;
   alignas(64) float scale[kColumns + 64], offset[kColumns + 64], values[kColumns + 64];
   const int64_t g0 = n / w.block, blocks = (n + kColumns - 1) / w.block - g0 + 1;
@@ -299,12 +302,12 @@ PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed 
 #pragma GCC unroll 4
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) acc[m][v] = zero();
+    for (int v = 0; v < kVectors; ++v) acc[m][v] = load(sums + m * stride + v * kWidth);
   const auto walk = [&](int64_t k) PQ_INLINE_LAMBDA {
 #pragma GCC unroll 4
     for (int64_t byte = 0; byte < kColumns; byte += 64)
-      if (byte < bytes) prefetch(p + kLinesAhead * line_bytes + byte);
-    prefetch(p + kLinesAhead * line_bytes + bytes - 1);
+      if (byte < bytes) prefetch(p + kFewLines * line_bytes + byte);
+    prefetch(p + kFewLines * line_bytes + bytes - 1);
     F left[kRows];
 #pragma GCC unroll 4
     for (int m = 0; m < kRows; ++m) left[m] = set1(x.data[m * x.stride + k]);
@@ -339,32 +342,40 @@ PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed 
         acc[m][v] = fma(load(values + v * kWidth), set1(x.data[m * x.stride + k]), acc[m][v]);
   }
 #pragma GCC unroll 4
-  for (int m = 0; m < kRows; ++m) {
+  for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) store(values + v * kWidth, acc[m][v]);
-    if (m < rows) write_row(values, kColumns, y, m * y.row_stride + n);
-  }
+    for (int v = 0; v < kVectors; ++v) store(sums + m * stride + v * kWidth, acc[m][v]);
 }
 
 template <int kRows, int kVectors>
 inline void columns_of(const Weight& w, const Packed& x, int64_t rows, int64_t first_line,
-                       int64_t depth, int64_t first, int64_t last, const Output& y) {
+                       int64_t depth, int64_t first, int64_t last, float* sums, const Output& y) {
+  const int64_t stride = last - first;
+  std::memset(sums, 0, 4 * static_cast<size_t>(kRows * stride));
   with_decoder(w, [&](const auto& fetch, const auto& number, auto is_common) PQ_INLINE_LAMBDA {
     if constexpr (decltype(is_common)::value) {
-      for (int64_t n = first; n < last; n += kVectors * kWidth)
-        with_walker(w, fetch, number, n, [&](const auto& walker_at) PQ_INLINE_LAMBDA {
-          columns_chunk<kRows, kVectors>(w, walker_at, x, rows, first_line, depth, n, y);
-        });
+      for (int64_t k = 0; k < depth; k += kFewLines) {
+        const int64_t some = min64(kFewLines, depth - k);
+        const Packed from{x.data + k, x.stride};
+        for (int64_t n = first; n < last; n += kVectors * kWidth)
+          with_walker(w, fetch, number, n, [&](const auto& walker_at) PQ_INLINE_LAMBDA {
+            columns_chunk<kRows, kVectors>(w, walker_at, from, first_line + k, some, n,
+                                           sums + n - first, stride);
+          });
+      }
     }
   });
+  for (int64_t m = 0; m < rows; ++m) write_row(sums + m * stride, stride, y, m * y.row_stride + first);
 }
 
 // How many columns from `first` on `columns_few` takes for up to 4 rows: whole chunks.
 constexpr int kFewVectors = kWidth == 16 ? 16 : 8;
 
-// y[m, n] for columns of whole chunks, few rows and lines along n; returns where it stopped.
+// y[m, n] for columns of whole chunks, few rows and lines along n; returns where it stopped. sums:
+// four rows of them.
 inline int64_t columns_few(const Weight& w, const Packed& x, int64_t rows, int64_t first_line,
-                           int64_t depth, int64_t first, int64_t last, const Output& y) {
+                           int64_t depth, int64_t first, int64_t last, float* sums,
+                           const Output& y) {
   if (!is_fused(w) || rows > 4) return first;
   // Scales that take a call a line are worth it only for wider panels.
   if (FewScales(w, w.scale, 0, 1).safe_rows < depth / 2) return first;
@@ -373,9 +384,9 @@ inline int64_t columns_few(const Weight& w, const Packed& x, int64_t rows, int64
   const int64_t vectors = rows == 1 ? kFewVectors : kFewVectors / 4 < 4 ? 4 : kFewVectors / 4;
   const int64_t whole = first + (last - first) / (vectors * kWidth) * (vectors * kWidth);
   if (rows == 1)
-    columns_of<1, kFewVectors>(w, x, rows, first_line, depth, first, whole, y);
+    columns_of<1, kFewVectors>(w, x, rows, first_line, depth, first, whole, sums, y);
   else
-    columns_of<4, 4>(w, x, rows, first_line, depth, first, whole, y);
+    columns_of<4, 4>(w, x, rows, first_line, depth, first, whole, sums, y);
   return whole;
 }
 
@@ -466,12 +477,12 @@ inline void panel_rows(const Weight& w, const Packed& x, int64_t rows, int colum
   }
 }
 
-// scratch: kPanelDepth * kChunk values, then `rows` rows of kChunk sums.
+// scratch: kPanelDepth * kChunk values, then `rows` rows of kChunk sums; or 4 rows of all columns.
 inline void panel_columns(const Weight& w, const Packed& x, int64_t rows, int64_t first_line,
                           int64_t depth, int64_t first, int64_t last, float* scratch,
                           const Output& y) {
   [[maybe_unused]] const FlushSubnormals mode;
-  first = columns_few(w, x, rows, first_line, depth, first, last, y);
+  first = columns_few(w, x, rows, first_line, depth, first, last, scratch, y);
   float* const sums = scratch + kPanelDepth * kChunk;
   constexpr int64_t kLinesAtOnce = 8;
   alignas(64) float values[kLinesAtOnce * kChunk + 64];

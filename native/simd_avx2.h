@@ -229,16 +229,26 @@ struct Mini {
 
 // Minifloats of a byte: moved to float16's places in 16-bit lanes.
 struct Float8 {
+  I nan_bytes;
   __m128i keep, nan_code, shift;
   F power;
   bool has_nan;
   explicit Float8(const Minifloat& m)
-      : keep(_mm_set1_epi16((short)(0x8000 | m.rest_mask << m.rest_shift))),
+      : nan_bytes(_mm256_set1_epi8((char)m.nan_code)),
+        keep(_mm_set1_epi16((short)(0x8000 | m.rest_mask << m.rest_shift))),
         nan_code(_mm_set1_epi16((short)(m.nan_code << m.rest_shift << 1))),
         shift(_mm_cvtsi32_si128(m.rest_shift)),
         power(set1(m.power)),
         has_nan(m.nan_code != 0) {}
   F operator()(__m128i codes) const { return mul(bare(codes), power); }
+  // Whether none of 4 * kWidth codes stands for NaN where float16 has a number.
+  bool are_finite(const uint8_t* p) const {
+    const I rest = _mm256_and_si256(_mm256_loadu_si256((const I*)p), _mm256_set1_epi8(127));
+    return !has_nan || !_mm256_movemask_epi8(_mm256_cmpeq_epi8(rest, nan_bytes));
+  }
+  F finite(__m128i codes) const {
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_sll_epi16(codes, shift), keep));
+  }
   F bare(__m128i codes) const {  // before the power of two
     __m128i half = _mm_and_si128(_mm_sll_epi16(codes, shift), keep);
     if (has_nan)
@@ -277,8 +287,6 @@ struct Spread {
 
 // -- bytes for products of integers ----------------------------------------------------------
 
-constexpr int kStep8 = 32, kStepBytes = 64;  // x as 16-bit numbers: pairs cannot overflow then
-
 inline F zeros_as_one(F v) {
   return _mm256_or_ps(v, _mm256_and_ps(_mm256_cmp_ps(v, zero(), _CMP_EQ_OQ), set1(1.0f)));
 }
@@ -287,68 +295,105 @@ inline F load_some(const float* p, int64_t count) {  // zeros beyond
 }
 
 inline I load_int(const int32_t* p) { return _mm256_loadu_si256((const I*)p); }
+inline void store_int(int32_t* p, I v) { _mm256_storeu_si256((I*)p, v); }
 inline I mul_int(I a, I b) { return _mm256_mullo_epi32(a, b); }
 inline F to_float(I v) { return _mm256_cvtepi32_ps(v); }
 
-// 32 codes as unsigned bytes; kBits 0 is any width but 4 known later, kTable whether there may be one.
-template <int kBits, bool kTable>
+// A step of a line's codes as unsigned bytes. Of 2, 4 and 8 bits it is 32 bytes of the line, which
+// have codes for kParts vectors: part j has the j-th code of every byte. Of any other width (kBits 0)
+// it is 32 codes as they follow. kPlanes: tables; one is there or not where kBits is 0.
+template <int kBits, int kPlanes>
 struct Bytes8 {
-  I mask, flip, table;
+  static constexpr bool kTables = kBits && kPlanes;
+  static constexpr int kParts = kBits ? 8 / kBits : 1;
+  // Products of small numbers may be added up in 16 bits. Others need x as 16-bit numbers: those of
+  // even bytes, then those of odd ones.
+  static constexpr bool kIsSmall = kParts > 1 && !kPlanes;
+  static constexpr int kPartBytes = kIsSmall ? 32 : 64;
+  struct Codes {
+    I at[kParts];
+  };
+  I mask, flip, tables[kPlanes ? kPlanes : 1]{};
   int bits;
   bool has_table;
   int64_t step;
   explicit Bytes8(const Weight8& kind)
       : mask(_mm256_set1_epi8((char)kind.mask)),
         flip(_mm256_set1_epi8((char)kind.flip)),
-        table(_mm256_setzero_si256()),
         bits(kind.bits),
-        has_table(kind.table != nullptr),
-        step(4 * (kBits ? kBits : kind.bits)) {
-    if (has_table)
-      table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kind.table));
+        has_table(kPlanes && kind.table),
+        step(kBits ? 32 : 4 * kind.bits) {
+    for (int plane = 0; has_table && plane < kPlanes; ++plane)
+      tables[plane] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kind.table + plane));
   }
-  I mapped(I raw) const {
-    const I codes = _mm256_xor_si256(_mm256_and_si256(raw, mask), flip);
-    return kTable && has_table ? _mm256_shuffle_epi8(table, codes) : codes;
+  Codes codes(I raw) const {
+    Codes made;
+    for (int j = 0; j < kParts; ++j)
+      made.at[j] = _mm256_xor_si256(_mm256_and_si256(_mm256_srli_epi16(raw, j * (kBits & 7)), mask), flip);
+    return made;
   }
-  I operator()(const uint8_t* p) const {
-    if ((kBits ? kBits : bits) == 8) return mapped(_mm256_loadu_si256((const I*)p));
-    if ((kBits ? kBits : bits) == 4) {
-      const __m128i both = _mm_loadu_si128((const __m128i*)p), high = _mm_srli_epi16(both, 4);
-      return mapped(_mm256_set_m128i(_mm_unpackhi_epi8(both, high), _mm_unpacklo_epi8(both, high)));
-    }
-    return part(p, step);
+  Codes operator()(const uint8_t* p) const {
+    return kBits || bits == 8 ? codes(_mm256_loadu_si256((const I*)p)) : part(p, step);
   }
-  I part(const uint8_t* p, int64_t left) const {
-    uint8_t some[40] = {};
+  Codes part(const uint8_t* p, int64_t left) const {
+    alignas(32) uint8_t some[40] = {}, fields[32];
     std::memcpy(some, p, static_cast<size_t>(left < 0 ? 0 : left < step ? left : step));
-    alignas(32) uint8_t fields[32];
+    if (kBits || bits == 8) return codes(_mm256_load_si256((const I*)some));
     for (int i = 0; i < 32; ++i) {
       uint16_t word;
       std::memcpy(&word, some + i * bits / 8, 2);
       fields[i] = static_cast<uint8_t>(word >> i * bits % 8);
     }
-    return mapped(_mm256_load_si256((const I*)fields));
+    return codes(_mm256_load_si256((const I*)fields));
+  }
+  Codes mapped(Codes codes, int plane) const {
+    if (!kPlanes || !(kBits || has_table)) return codes;
+    for (I& part : codes.at) part = _mm256_shuffle_epi8(tables[plane], part);
+    return codes;
+  }
+  static Codes ones() {
+    Codes made;
+    for (I& part : made.at) part = _mm256_set1_epi8(1);
+    return made;
+  }
+  static void put(const int8_t* codes, uint8_t* to) {
+    if (kIsSmall) {
+      std::memcpy(to, codes, 32);
+      return;
+    }
+    for (int i = 0; i < 32; ++i) {
+      const int16_t code = codes[i];
+      std::memcpy(to + i % 2 * 32 + i / 2 * 2, &code, 2);
+    }
+  }
+  // start + the products of bytes and x, of four bytes in every lane
+  static I dot(I start, const Codes& bytes, const uint8_t* x) {
+    if (kIsSmall) {
+      I total = _mm256_setzero_si256();
+      for (int j = 0; j < kParts; ++j)
+        total = _mm256_add_epi16(
+            total, _mm256_maddubs_epi16(bytes.at[j], _mm256_loadu_si256((const I*)(x + 32 * j))));
+      return _mm256_add_epi32(start, _mm256_madd_epi16(total, _mm256_set1_epi16(1)));
+    }
+    for (int j = 0; j < kParts; ++j) {
+      const I even = _mm256_and_si256(bytes.at[j], _mm256_set1_epi16(255));
+      const I odd = _mm256_srli_epi16(bytes.at[j], 8);
+      const I first = _mm256_madd_epi16(even, _mm256_loadu_si256((const I*)(x + 64 * j)));
+      const I second = _mm256_madd_epi16(odd, _mm256_loadu_si256((const I*)(x + 64 * j + 32)));
+      start = _mm256_add_epi32(start, _mm256_add_epi32(first, second));
+    }
+    return start;
   }
 };
 
-inline void put_step(const int8_t* codes, uint8_t* to) {
-  for (int i = 0; i < 2; ++i)
-    _mm256_storeu_si256((I*)(to + 32 * i),
-                        _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(codes + 16 * i))));
+template <int by>
+inline I shift_left(I v) {
+  return _mm256_slli_epi32(v, by);
 }
-constexpr int step_lane(int lane, int i) { return 2 * lane + i % 2 + i / 2 * 16; }
-inline I load_short(const int16_t* p) {
-  return _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p));
+// The scales of the units of a step, each in kLanes lanes.
+template <int kLanes>
+inline F lane_scales(const float* scales) {
+  return kLanes == kWidth ? set1(*scales) : Spread(kLanes)(scales);
 }
-inline I shifted(I v, int by) { return _mm256_sll_epi32(v, _mm_cvtsi32_si128(by)); }
-inline I dot8_step(I start, I bytes, const uint8_t* x) {
-  const I low = _mm256_cvtepu8_epi16(_mm256_castsi256_si128(bytes));
-  const I high = _mm256_cvtepu8_epi16(_mm256_extracti128_si256(bytes, 1));
-  const I first = _mm256_madd_epi16(low, _mm256_loadu_si256((const I*)x));
-  const I second = _mm256_madd_epi16(high, _mm256_loadu_si256((const I*)(x + 32)));
-  return _mm256_add_epi32(start, _mm256_add_epi32(first, second));
-}
-inline F lane_scales(const float* scales) { return set1(*scales); }
 
 }  // namespace pq::PQ_TARGET

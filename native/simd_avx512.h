@@ -198,17 +198,26 @@ struct Mini {
 
 // Minifloats of a byte: moved to float16's places in 16-bit lanes.
 struct Float8 {
+  I nan_bytes;
   __m256i keep, nan_code;
   __m128i shift;
   F power;
   bool has_nan;
   explicit Float8(const Minifloat& m)
-      : keep(_mm256_set1_epi16((short)(0x8000 | m.rest_mask << m.rest_shift))),
+      : nan_bytes(_mm512_set1_epi8((char)m.nan_code)),
+        keep(_mm256_set1_epi16((short)(0x8000 | m.rest_mask << m.rest_shift))),
         nan_code(_mm256_set1_epi16((short)(m.nan_code << m.rest_shift))),
         shift(_mm_cvtsi32_si128(m.rest_shift)),
         power(set1(m.power)),
         has_nan(m.nan_code != 0) {}
   F operator()(__m256i codes) const { return mul(bare(codes), power); }
+  // Whether none of 4 * kWidth codes stands for NaN where float16 has a number.
+  bool are_finite(const uint8_t* p) const {
+    return !has_nan || !_mm512_cmpeq_epi8_mask(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(127)), nan_bytes);
+  }
+  F finite(__m256i codes) const {
+    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_sll_epi16(codes, shift), keep));
+  }
   F bare(__m256i codes) const {  // before the power of two
     __m256i half = _mm256_and_si256(_mm256_sll_epi16(codes, shift), keep);
     if (has_nan) {
@@ -248,8 +257,6 @@ struct Spread {
 
 // -- bytes for products of integers ----------------------------------------------------------
 
-constexpr int kStep8 = 64, kStepBytes = 64;
-
 inline F zeros_as_one(F v) {
   return _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask(v, zero(), _CMP_EQ_OQ), set1(1.0f));
 }
@@ -258,6 +265,7 @@ inline F load_some(const float* p, int64_t count) {  // zeros beyond
 }
 
 inline I load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline void store_int(int32_t* p, I v) { _mm512_storeu_si512(p, v); }
 inline I mul_int(I a, I b) { return _mm512_mullo_epi32(a, b); }
 inline F to_float(I v) { return _mm512_cvtepi32_ps(v); }
 
@@ -278,57 +286,83 @@ struct FieldStarts {  // for every width, where the 8 fields of a word begin
 inline constexpr WordBytes kWordBytes;
 inline constexpr FieldStarts kFieldStarts;
 
-// 64 codes as unsigned bytes; kBits 0 is any width but 4 known later, kTable whether there may be one.
-template <int kBits, bool kTable>
+// A step of a line's codes as unsigned bytes. Of 2, 4 and 8 bits it is 64 bytes of the line, which
+// have codes for kParts vectors: part j has the j-th code of every byte. Of any other width (kBits 0)
+// it is 64 codes as they follow. kPlanes: tables; one is there or not where kBits is 0.
+template <int kBits, int kPlanes>
 struct Bytes8 {
-  I words, starts, mask, flip, table;
-  int bits;
+  static constexpr bool kTables = kBits && kPlanes;
+  static constexpr int kParts = kBits ? 8 / kBits : 1, kPartBytes = 64;
+  struct Codes {
+    I at[kParts];
+  };
+  I words{}, starts{}, mask, flip, tables[kPlanes ? kPlanes : 1]{};
   bool has_table;
   int64_t step;
   explicit Bytes8(const Weight8& kind)
-      : words(_mm512_load_si512(kWordBytes.at[kind.bits])),
-        starts(_mm512_load_si512(kFieldStarts.at[kind.bits])),
-        mask(_mm512_set1_epi8((char)kind.mask)),
+      : mask(_mm512_set1_epi8((char)kind.mask)),
         flip(_mm512_set1_epi8((char)kind.flip)),
-        table(),
-        bits(kind.bits),
-        has_table(kTable && kind.table != nullptr),
-        step(8 * (kBits ? kBits : kind.bits)) {
-    if (has_table)
-      table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)kind.table));
+        has_table(kPlanes && kind.table),
+        step(kBits ? 64 : 8 * kind.bits) {
+    if (!kBits) {
+      words = _mm512_load_si512(kWordBytes.at[kind.bits]);
+      starts = _mm512_load_si512(kFieldStarts.at[kind.bits]);
+    }
+    for (int plane = 0; has_table && plane < kPlanes; ++plane)
+      tables[plane] =
+          _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)kind.table + plane));
   }
-  I fields(I raw) const {
-    if (width() < 8)
+  Codes codes(I raw) const {
+    Codes made;
+    if (!kBits && step < 64)
       raw = _mm512_multishift_epi64_epi8(starts, _mm512_permutexvar_epi8(words, raw));
-    const I codes = _mm512_ternarylogic_epi64(raw, mask, flip, 0x6a);  // (raw & mask) ^ flip
-    return kTable && has_table ? _mm512_shuffle_epi8(table, codes) : codes;
+#pragma GCC unroll 4
+    for (int j = 0; j < kParts; ++j)  // (field & mask) ^ flip
+      made.at[j] =
+          _mm512_ternarylogic_epi64(_mm512_srli_epi32(raw, j * (kBits & 7)), mask, flip, 0x6a);
+    return made;
   }
-  int width() const { return kBits ? kBits : bits; }
-  I operator()(const uint8_t* p) const {
-    if (width() == 8) return fields(_mm512_loadu_si512(p));
-    if (width() == 4) return fields(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)p)));
-    return fields(_mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, (unsigned)step), p));
+  Codes operator()(const uint8_t* p) const {
+    return codes(kBits ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8(~0ull >> (64 - step), p));
   }
-  I part(const uint8_t* p, int64_t left) const {
+  Codes part(const uint8_t* p, int64_t left) const {
     const int64_t bytes = left < 0 ? 0 : left < step ? left : step;
-    return fields(_mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, (unsigned)bytes), p));
+    return codes(_mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, (unsigned)bytes), p));
+  }
+  Codes mapped(Codes codes, int plane) const {
+    if (!kPlanes || !(kBits || has_table)) return codes;
+#pragma GCC unroll 4
+    for (I& part : codes.at) part = _mm512_shuffle_epi8(tables[plane], part);
+    return codes;
+  }
+  static Codes ones() {
+    Codes made;
+    for (I& part : made.at) part = _mm512_set1_epi8(1);
+    return made;
+  }
+  static void put(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 64); }
+  // start + the products of bytes and x, of four bytes in every lane
+  static I dot(I start, const Codes& bytes, const uint8_t* x) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kParts; ++j)
+      start = _mm512_dpbusd_epi32(start, bytes.at[j], _mm512_loadu_si512(x + 64 * j));
+    return start;
   }
 };
 
-inline void put_step(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 64); }
-constexpr int step_lane(int lane, int i) { return 4 * lane + i; }
-inline I load_short(const int16_t* p) {
-  return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
+template <int by>
+inline I shift_left(I v) {
+  return _mm512_slli_epi32(v, by);
 }
-inline I shifted(I v, int by) { return _mm512_sll_epi32(v, _mm_cvtsi32_si128(by)); }
-inline I dot8_step(I start, I bytes, const uint8_t* x) {
-  return _mm512_dpbusd_epi32(start, bytes, _mm512_loadu_si512(x));
-}
-// The scales of two units, each in 8 lanes.
+// The scales of the units of a step, each in kLanes lanes.
+template <int kLanes>
 inline F lane_scales(const float* scales) {
-  const I lanes = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-  return _mm512_permutexvar_ps(
-      lanes, _mm512_castps128_ps512(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)scales))));
+  if (kLanes == 1) return load(scales);
+  const I lanes = _mm512_load_si512(kSharing.at[__builtin_ctz(kLanes)]);
+  const F some = kLanes == 8   ? _mm512_castpd_ps(_mm512_set1_pd(*(const double*)scales))
+                 : kLanes == 4 ? _mm512_broadcast_f32x4(_mm_loadu_ps(scales))
+                               : _mm512_castps256_ps512(_mm256_loadu_ps(scales));
+  return _mm512_permutexvar_ps(lanes, some);
 }
 
 }  // namespace pq::PQ_TARGET

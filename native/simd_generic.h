@@ -204,6 +204,8 @@ struct Word : Byte {
 struct Float8 : Mini {
   F power = set1(1.0f);
   using Mini::Mini;
+  bool are_finite(const uint8_t*) const { return false; }
+  F finite(const I& codes) const { return (*this)(codes); }
   F bare(const I& codes) const { return (*this)(codes); }
 };
 
@@ -222,52 +224,75 @@ struct Spread {
 
 // -- bytes for products of integers ----------------------------------------------------------
 
-constexpr int kStep8 = 32, kStepBytes = 32;
-
 inline F zeros_as_one(const F& v) { return each<F>([&](int i) { return v.at[i] == 0.0f ? 1.0f : v.at[i]; }); }
 inline F load_some(const float* p, int64_t count) {  // zeros beyond
   return each<F>([&](int i) { return i < count ? p[i] : 0.0f; });
 }
 
 inline I load_int(const int32_t* p) { return each<I>([&](int i) { return static_cast<uint32_t>(p[i]); }); }
+inline void store_int(int32_t* p, const I& v) { std::memcpy(p, v.at, sizeof v.at); }
 inline I mul_int(const I& a, const I& b) { return each<I>([&](int i) { return a.at[i] * b.at[i]; }); }
 inline F to_float(const I& v) { return each<F>([&](int i) { return static_cast<float>(static_cast<int32_t>(v.at[i])); }); }
 
-struct Fields32 {
-  uint8_t at[32];
-};
-template <int kBits, bool kTable>
-struct Bytes8 {  // 32 codes as unsigned bytes
+// A step of a line's codes as unsigned bytes. Of 2, 4 and 8 bits it is 32 bytes of the line, which
+// have codes for kParts vectors: part j has the j-th code of every byte. Of any other width (kBits 0)
+// it is 32 codes as they follow. kPlanes: tables; one is there or not where kBits is 0.
+template <int kBits, int kPlanes>
+struct Bytes8 {
+  static constexpr bool kTables = kBits && kPlanes;
+  static constexpr int kParts = kBits ? 8 / kBits : 1, kPartBytes = 32;
+  struct Codes {
+    uint8_t at[kParts][32];
+  };
   Weight8 kind;
   int64_t step;
-  explicit Bytes8(const Weight8& kind) : kind(kind), step(4 * kind.bits) {}
-  Fields32 operator()(const uint8_t* p) const { return part(p, step); }
-  Fields32 part(const uint8_t* p, int64_t left) const {
+  explicit Bytes8(const Weight8& kind) : kind(kind), step(kBits ? 32 : 4 * kind.bits) {}
+  Codes operator()(const uint8_t* p) const { return part(p, step); }
+  Codes part(const uint8_t* p, int64_t left) const {
     uint8_t some[40] = {};
     std::memcpy(some, p, static_cast<size_t>(left < 0 ? 0 : left < step ? left : step));
-    Fields32 made;
-    for (int i = 0; i < 32; ++i) {
+    Codes made;
+    for (int i = 0; i < 32 * kParts; ++i) {
       const int bit = i * kind.bits;
       const uint32_t word = some[bit / 8] | some[bit / 8 + 1] << 8;
-      const uint32_t code = (word >> bit % 8 & kind.mask) ^ kind.flip;
-      made.at[i] = kind.table ? kind.table[code & 15] : static_cast<uint8_t>(code);
+      made.at[i % kParts][i / kParts] =
+          static_cast<uint8_t>((word >> bit % 8 & kind.mask) ^ kind.flip);
     }
     return made;
   }
+  Codes mapped(Codes codes, int plane) const {
+    if (!kPlanes || !kind.table) return codes;
+    for (auto& part : codes.at)
+      for (uint8_t& code : part) code = kind.table[16 * plane + (code & 15)];
+    return codes;
+  }
+  static Codes ones() {
+    Codes made;
+    std::memset(made.at, 1, sizeof made.at);
+    return made;
+  }
+  static void put(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 32); }
+  // start + the products of bytes and x, of four bytes in every lane
+  static I dot(const I& start, const Codes& bytes, const uint8_t* x) {
+    return each<I>([&](int lane) {
+      int32_t total = static_cast<int32_t>(start.at[lane]);
+      for (int j = 0; j < kParts; ++j)
+        for (int i = 4 * lane; i < 4 * lane + 4; ++i)
+          total += bytes.at[j][i] * static_cast<int8_t>(x[32 * j + i]);
+      return static_cast<uint32_t>(total);
+    });
+  }
 };
-inline void put_step(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 32); }
-constexpr int step_lane(int lane, int i) { return 4 * lane + i; }
-inline I load_short(const int16_t* p) { return each<I>([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(p[i])); }); }
-inline I shifted(const I& v, int by) { return each<I>([&](int i) { return v.at[i] << by; }); }
-inline I dot8_step(const I& start, const Fields32& bytes, const uint8_t* x) {
-  return each<I>([&](int lane) {
-    int32_t total = static_cast<int32_t>(start.at[lane]);
-    for (int i = 0; i < 4; ++i)
-      total += bytes.at[4 * lane + i] * static_cast<int8_t>(x[4 * lane + i]);
-    return static_cast<uint32_t>(total);
-  });
+
+template <int by>
+inline I shift_left(const I& v) {
+  return each<I>([&](int i) { return v.at[i] << by; });
 }
-inline F lane_scales(const float* scales) { return set1(*scales); }
+// The scales of the units of a step, each in kLanes lanes.
+template <int kLanes>
+inline F lane_scales(const float* scales) {
+  return Spread(kLanes)(scales);
+}
 
 struct FlushSubnormals {};  // the arithmetic above does it
 

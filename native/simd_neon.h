@@ -53,6 +53,10 @@ inline I and_int(I x, I y) { return {vandq_u32(x.a, y.a), vandq_u32(x.b, y.b)}; 
 inline I or_int(I x, I y) { return {vorrq_u32(x.a, y.a), vorrq_u32(x.b, y.b)}; }
 inline I add_int(I x, I y) { return {vaddq_u32(x.a, y.a), vaddq_u32(x.b, y.b)}; }
 inline I sub_int(I x, I y) { return {vsubq_u32(x.a, y.a), vsubq_u32(x.b, y.b)}; }
+inline void store_int(int32_t* p, I v) {
+  vst1q_s32(p, vreinterpretq_s32_u32(v.a));
+  vst1q_s32(p + 4, vreinterpretq_s32_u32(v.b));
+}
 inline I mul_int(I x, I y) { return {vmulq_u32(x.a, y.a), vmulq_u32(x.b, y.b)}; }
 // Lane by lane to the left, or by a negative number to the right.
 inline I shifted(I v, I by) {
@@ -242,17 +246,27 @@ struct Mini {
 
 // Minifloats of a byte: moved to float16's places in 16-bit lanes.
 struct Float8 {
+  uint8x16_t nan_bytes;
   uint16x8_t keep, nan_code;
   int16x8_t shift;
   F power;
   bool has_nan;
   explicit Float8(const Minifloat& m)
-      : keep(vdupq_n_u16(static_cast<uint16_t>(0x8000 | m.rest_mask << m.rest_shift))),
+      : nan_bytes(vdupq_n_u8(static_cast<uint8_t>(m.nan_code))),
+        keep(vdupq_n_u16(static_cast<uint16_t>(0x8000 | m.rest_mask << m.rest_shift))),
         nan_code(vdupq_n_u16(static_cast<uint16_t>(m.nan_code << m.rest_shift << 1))),
         shift(vdupq_n_s16(static_cast<int16_t>(m.rest_shift))),
         power(set1(m.power)),
         has_nan(m.nan_code != 0) {}
   F operator()(uint16x8_t codes) const { return mul(bare(codes), power); }
+  // Whether none of 4 * kWidth codes stands for NaN where float16 has a number.
+  bool are_finite(const uint8_t* p) const {
+    const uint8x16_t rest = vdupq_n_u8(127);
+    const uint8x16_t low = vceqq_u8(vandq_u8(vld1q_u8(p), rest), nan_bytes);
+    const uint8x16_t high = vceqq_u8(vandq_u8(vld1q_u8(p + 16), rest), nan_bytes);
+    return !has_nan || !vmaxvq_u8(vorrq_u8(low, high));
+  }
+  F finite(uint16x8_t codes) const { return from_halves(vandq_u16(vshlq_u16(codes, shift), keep)); }
   F bare(uint16x8_t codes) const {  // before the power of two
     uint16x8_t half = vandq_u16(vshlq_u16(codes, shift), keep);
     if (has_nan)
@@ -286,8 +300,6 @@ struct Spread {
 
 // -- bytes for products of integers ------------------------------------------------------------
 
-constexpr int kStep8 = 32, kStepBytes = 32;
-
 inline F zeros_as_one(F v) {
   return float_of(where({vceqzq_f32(v.a), vceqzq_f32(v.b)}, bits_of(set1(1.0f)), bits_of(v)));
 }
@@ -297,52 +309,6 @@ inline F load_some(const float* p, int64_t count) {  // zeros beyond
   return load(some);
 }
 
-// 32 codes as unsigned bytes; kBits 0 is any width, kTable whether there may be a table.
-template <int kBits, bool kTable>
-struct Bytes8 {
-  uint8x16_t mask, flip, table;
-  int bits;
-  bool has_table;
-  int64_t step;
-  explicit Bytes8(const Weight8& kind)
-      : mask(vdupq_n_u8(kind.mask)),
-        flip(vdupq_n_u8(kind.flip)),
-        table(kind.table ? vld1q_u8(kind.table) : vdupq_n_u8(0)),
-        bits(kind.bits),
-        has_table(kind.table != nullptr),
-        step(4 * (kBits ? kBits : kind.bits)) {}
-  uint8x16_t mapped(uint8x16_t raw) const {
-    const uint8x16_t codes = veorq_u8(vandq_u8(raw, mask), flip);
-    return kTable && has_table ? vqtbl1q_u8(table, vandq_u8(codes, vdupq_n_u8(15))) : codes;
-  }
-  uint8x16x2_t operator()(const uint8_t* p) const {
-    if ((kBits ? kBits : bits) == 8) return {{mapped(vld1q_u8(p)), mapped(vld1q_u8(p + 16))}};
-    if ((kBits ? kBits : bits) == 4) {
-      const uint8x16_t both = vld1q_u8(p), high = vshrq_n_u8(both, 4);
-      return {{mapped(vzip1q_u8(both, high)), mapped(vzip2q_u8(both, high))}};
-    }
-    return part(p, step);
-  }
-  uint8x16x2_t part(const uint8_t* p, int64_t left) const {
-    uint8_t some[40] = {}, fields[32];
-    std::memcpy(some, p, static_cast<size_t>(left < 0 ? 0 : left < step ? left : step));
-    for (int i = 0; i < 32; ++i) {
-      uint16_t word;
-      std::memcpy(&word, some + i * bits / 8, 2);
-      fields[i] = static_cast<uint8_t>(word >> i * bits % 8);
-    }
-    return {{mapped(vld1q_u8(fields)), mapped(vld1q_u8(fields + 16))}};
-  }
-};
-
-inline void put_step(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 32); }
-inline int8x16_t load_codes(const uint8_t* x) { return vreinterpretq_s8_u8(vld1q_u8(x)); }
-constexpr int step_lane(int lane, int i) { return 4 * lane + i; }
-inline I load_short(const int16_t* p) {
-  const int16x8_t v = vld1q_s16(p);
-  return {vreinterpretq_u32_s32(vmovl_s16(vget_low_s16(v))),
-          vreinterpretq_u32_s32(vmovl_s16(vget_high_s16(v)))};
-}
 // start + four products of bytes and codes in every lane
 inline int32x4_t dot4(int32x4_t start, uint8x16_t bytes, int8x16_t x) {
 #if defined(PQ_DOTPROD)
@@ -357,11 +323,84 @@ inline int32x4_t dot4(int32x4_t start, uint8x16_t bytes, int8x16_t x) {
   return vaddq_s32(start, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 #endif
 }
-inline I dot8_step(I start, uint8x16x2_t bytes, const uint8_t* x) {
-  return {vreinterpretq_u32_s32(dot4(vreinterpretq_s32_u32(start.a), bytes.val[0], load_codes(x))),
-          vreinterpretq_u32_s32(dot4(vreinterpretq_s32_u32(start.b), bytes.val[1], load_codes(x + 16)))};
+
+// A step of a line's codes as unsigned bytes. Of 2, 4 and 8 bits it is 32 bytes of the line, which
+// have codes for kParts pairs of vectors: part j has the j-th code of every byte. Of any other width
+// (kBits 0) it is 32 codes as they follow. kPlanes: tables; one is there or not where kBits is 0.
+template <int kBits, int kPlanes>
+struct Bytes8 {
+  static constexpr bool kTables = kBits && kPlanes;
+  static constexpr int kParts = kBits ? 8 / kBits : 1, kPartBytes = 32;
+  struct Codes {
+    uint8x16x2_t at[kParts];
+  };
+  uint8x16_t mask, flip, tables[kPlanes ? kPlanes : 1];
+  int bits;
+  bool has_table;
+  int64_t step;
+  explicit Bytes8(const Weight8& kind)
+      : mask(vdupq_n_u8(kind.mask)),
+        flip(vdupq_n_u8(kind.flip)),
+        bits(kind.bits),
+        has_table(kPlanes && kind.table),
+        step(kBits ? 32 : 4 * kind.bits) {
+    for (int plane = 0; has_table && plane < kPlanes; ++plane)
+      tables[plane] = vld1q_u8(kind.table + 16 * plane);
+  }
+  Codes codes(const uint8_t* raw) const {
+    Codes made;
+    for (int j = 0; j < kParts; ++j)
+      for (int half = 0; half < 2; ++half) {
+        const int8x16_t down = vdupq_n_s8(static_cast<int8_t>(-j * (kBits & 7)));
+        const uint8x16_t field = vshlq_u8(vld1q_u8(raw + 16 * half), down);
+        made.at[j].val[half] = veorq_u8(vandq_u8(field, mask), flip);
+      }
+    return made;
+  }
+  Codes operator()(const uint8_t* p) const { return kBits || bits == 8 ? codes(p) : part(p, step); }
+  Codes part(const uint8_t* p, int64_t left) const {
+    uint8_t some[40] = {}, fields[32];
+    std::memcpy(some, p, static_cast<size_t>(left < 0 ? 0 : left < step ? left : step));
+    if (kBits || bits == 8) return codes(some);
+    for (int i = 0; i < 32; ++i) {
+      uint16_t word;
+      std::memcpy(&word, some + i * bits / 8, 2);
+      fields[i] = static_cast<uint8_t>(word >> i * bits % 8);
+    }
+    return codes(fields);
+  }
+  Codes mapped(Codes codes, int plane) const {
+    if (!kPlanes || !(kBits || has_table)) return codes;
+    for (auto& part : codes.at)
+      for (auto& half : part.val) half = vqtbl1q_u8(tables[plane], vandq_u8(half, vdupq_n_u8(15)));
+    return codes;
+  }
+  static Codes ones() {
+    Codes made;
+    for (auto& part : made.at) part = {{vdupq_n_u8(1), vdupq_n_u8(1)}};
+    return made;
+  }
+  static void put(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 32); }
+  // start + the products of bytes and x, of four bytes in every lane
+  static I dot(I start, const Codes& bytes, const uint8_t* x) {
+    int32x4_t low = vreinterpretq_s32_u32(start.a), high = vreinterpretq_s32_u32(start.b);
+    for (int j = 0; j < kParts; ++j) {
+      low = dot4(low, bytes.at[j].val[0], vreinterpretq_s8_u8(vld1q_u8(x + 32 * j)));
+      high = dot4(high, bytes.at[j].val[1], vreinterpretq_s8_u8(vld1q_u8(x + 32 * j + 16)));
+    }
+    return {vreinterpretq_u32_s32(low), vreinterpretq_u32_s32(high)};
+  }
+};
+
+template <int by>
+inline I shift_left(I v) {
+  return {vshlq_n_u32(v.a, by), vshlq_n_u32(v.b, by)};
 }
-inline F lane_scales(const float* scales) { return set1(*scales); }
+// The scales of the units of a step, each in kLanes lanes.
+template <int kLanes>
+inline F lane_scales(const float* scales) {
+  return kLanes == kWidth ? set1(*scales) : Spread(kLanes)(scales);
+}
 
 class FlushSubnormals {
  public:
@@ -376,6 +415,7 @@ class FlushSubnormals {
   uint64_t before_;
 };
 
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
+// Always inlined: GCC takes a function that only asks for memory for one without effect, and drops it.
+inline __attribute__((always_inline)) void prefetch(const void* p) { __builtin_prefetch(p); }
 
 }  // namespace pq::PQ_TARGET

@@ -61,6 +61,7 @@ struct Weight {
 
   // The row of the grid that a line's blocks lie in.
   int64_t grid_row(int64_t line) const {
+    if (leading == 1 && lead_block[0] == 1) return line;
     int64_t row = 0, stride = 1;
     for (int axis = leading - 1; axis >= 0; --axis) {
       const int64_t at = line % extent[axis];
@@ -91,7 +92,10 @@ struct Output {
 struct Weight8 {
   int bits;            // of a stored code
   uint8_t mask, flip;  // byte = (code & mask) ^ flip, or
-  const uint8_t* table;  // 16 entries: byte = table[code & 15]
+  // `planes` tables of 16 entries: byte = table[code & 15]. With 4 the value is an integer of 32 bits,
+  // the lowest byte first; the second and the fourth byte have the bias, the others none.
+  const uint8_t* table;
+  int planes;
   int bias;
   float factor;
   bool has_zero_point;  // an integer a block, subtracted too
@@ -104,12 +108,18 @@ struct Codes8 {
   int64_t padded, units;
 };
 
-// x for dot8, step by step (see integers-inl.h).
+// Codes of a step of dot8, the bytes that a row of x takes for it, and for how many rows it is the
+// fastest.
+struct Step8 {
+  int codes, bytes, most_rows;
+};
+
+// x for dot8 (see integers-inl.h): 1 or 2 rows, or fours of them and then 1 or 2. scales: `stride`
+// floats a row.
 struct Steps {
   uint8_t* codes;
-  int16_t* sums;
   float* scales;
-  int64_t steps, rows;  // 1, 2 or 4 rows
+  int64_t steps, rows, stride;
 };
 
 // x for panel8.
@@ -154,9 +164,11 @@ struct Kernels {
                            const Output&);
 
   // Products of integers. They return false where a scale is too large for them.
-  int step8, step8_bytes;  // codes and bytes of a step of dot8
+  Step8 (*step8)(const Weight8&);
   bool (*pack_codes)(const Weight& x, int64_t first, int64_t last, const Codes8&);
-  void (*pack_steps)(const Codes8&, int64_t rows, const Weight8&, const Steps&);
+  // Rows [first, last) of x, which begin with a four of them.
+  void (*pack_steps)(const Codes8&, int64_t rows, int64_t first, int64_t last, const Weight8&,
+                     const Steps&);
   bool (*dot8)(const Weight&, const Weight8&, const Steps&, int64_t rows, int64_t first_line,
                int64_t first, int64_t last, const Output&);
   // Null where float32 is as fast.

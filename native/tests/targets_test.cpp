@@ -224,16 +224,29 @@ void check_integers(const Kernels& plain, const Kernels& k, Case& c) {
   // Codes as unsigned numbers, or a table of 16 whole ones.
   w.is_signed = false;
   const bool has_table = w.bits == 4 && w.offset_kind == OffsetKind::kNone && pick(0, 1);
-  uint8_t entries[16];
+  const int planes = has_table ? 1 + 3 * pick(0, 1) : 0;
+  const float factor = planes == 4 ? 0x1p-27f : 1.0f;
+  uint8_t entries[64];
   for (int i = 0; i < 1 << w.value_bits; ++i) {
-    if (has_table) entries[i] = static_cast<uint8_t>(pick(1, 255));
-    if (w.kind == Kind::kTable16) c.table[static_cast<size_t>(i)] = has_table ? entries[i] - 128.0f : static_cast<float>(i);
+    float value = static_cast<float>(i);
+    if (planes == 1) {
+      entries[i] = static_cast<uint8_t>(pick(1, 255));
+      value = entries[i] - 128.0f;
+    } else if (planes == 4) {
+      const int32_t number = pick(-(1 << 24), 1 << 24) * (1 << pick(0, 3));
+      const uint32_t biased = static_cast<uint32_t>(number) + 0x80008000u;
+      // bytes of the two halves, the upper of which is rounded
+      for (int plane = 0; plane < 4; ++plane)
+        entries[16 * plane + i] = static_cast<uint8_t>(biased >> 8 * plane);
+      value = static_cast<float>(number) * factor;
+    }
+    if (w.kind == Kind::kTable16) c.table[static_cast<size_t>(i)] = value;
   }
   const uint8_t mask = static_cast<uint8_t>((1 << w.bits) - 1);
-  const Weight8 kind{w.bits, mask, 0, has_table ? entries : nullptr, has_table ? 128 : 0, 1.0f,
-                     w.offset_kind == OffsetKind::kZeroPoint};
+  const Weight8 kind{w.bits, mask, 0, has_table ? entries : nullptr, planes, has_table ? 128 : 0,
+                     factor, w.offset_kind == OffsetKind::kZeroPoint};
   Case left;
-  left.w.lines = pick(1, 4);
+  left.w.lines = pick(1, 11);
   give_grid(left.w, w.length, 32);
   fill(left, Kind::kInteger, 8, 8, Number::kUE8M0, OffsetKind::kNone);
   left.w.is_signed = true;
@@ -243,12 +256,13 @@ void check_integers(const Kernels& plain, const Kernels& k, Case& c) {
   std::vector<float> unit_scales(static_cast<size_t>(rows * units));
   const Codes8 packed{codes.data(), unit_scales.data(), padded, units};
   check(k.pack_codes(left.w, 0, rows, packed), "codes", k, left.w);
-  const int64_t steps = ceil_div(padded, k.step8), some = 4 * steps;
-  std::vector<uint8_t> step_codes(static_cast<size_t>(some * k.step8_bytes));
-  std::vector<int16_t> sums(static_cast<size_t>(some * k.width));
-  std::vector<float> scales(static_cast<size_t>(4 * (units + 16)));
-  const Steps x{step_codes.data(), sums.data(), scales.data(), steps, rows == 3 ? 4 : rows};
-  k.pack_steps(packed, rows, kind, x);
+  const Step8 step = k.step8(kind);
+  const int64_t steps = ceil_div(padded, step.codes), some = rows % 4 == 3 ? rows + 1 : rows;
+  const int64_t stride = ceil_div(steps * step.codes / 32, 16) * 16 + 16;
+  std::vector<uint8_t> step_codes(static_cast<size_t>(some * steps * step.bytes));
+  std::vector<float> scales(static_cast<size_t>(some * stride));
+  const Steps x{step_codes.data(), scales.data(), steps, rows, stride};
+  for (int64_t m = 0; m < some; m += 4) k.pack_steps(packed, rows, m, std::min(some, m + 4), kind, x);
   std::vector<float> y(static_cast<size_t>(rows * w.lines));
   if (!k.dot8(w, kind, x, rows, 0, 0, w.lines, {y.data(), Float::kF32, w.lines})) return;  // a large scale
   const std::vector<float> a = decoded(plain, left.w), b = decoded(plain, w);

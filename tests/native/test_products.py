@@ -141,18 +141,19 @@ LEFT = ("q8s/32:f32", "q8f-row", "q8s/64:f16", "q4s", "q3s/96:f32", "q8s-tensor"
 RIGHT = (
     *("q4s", "nf4", "mxfp4", "iq4_nl", "q8s-32", "q2s-32", "q3s/32:f16", "u4/64:f16-zero:u4"),
     *("q5s/*:f32", "q6s/64:bf16", "ternary", "u2/32:f16-zero:u2", "q4s-tensor", "q8s/96:f32"),
+    *("u4[af4]/128:f16", "u4[nf4]/32:bf16@native", "fp4"),
 )
 
 
 @pytest.mark.parametrize("text", RIGHT)
 def test_products_of_codes(target: str, text: str) -> None:
-    for left, m in product(LEFT, (1, 2, 3, 4, 5, 17, 40)):
+    for left, m in product(LEFT, (1, 2, 3, 4, 7, 17, 40)):
         for n, k in ((37, 96), (5, 65), (100, 300), (1, 1)):
             a, q = weight(left, (m, k)), weight(text, (n, k)).mT
             check_product(pq.matmul(a, q), values(a), q, f"{left} {text} {(m, n, k)}", OF_CODES)
 
 
-@pytest.mark.parametrize("text", ["q4s", "q8s-32", "iq4_nl", "u4/64:f16-zero:u4"])
+@pytest.mark.parametrize("text", ["q4s", "q8s-32", "iq4_nl", "nf4", "u4/64:f16-zero:u4"])
 def test_products_of_codes_of_every_extent(target: str, text: str) -> None:
     for extent in range(1, 71):
         for m, n, k in ((extent, 9, 64), (3, extent, 64), (3, 9, extent), (20, 9, extent)):
@@ -160,12 +161,23 @@ def test_products_of_codes_of_every_extent(target: str, text: str) -> None:
             check_product(pq.matmul(a, q), values(a), q, f"{text} {(m, n, k)}", OF_CODES)
 
 
+@pytest.mark.parametrize("text", ["u4[nf4]/64:f32", "u4[af4]/64:f32", "iq4_nl", "mxfp4", "q4s"])
+def test_products_of_one_code_are_exact(target: str, text: str) -> None:
+    """One code of x by one of a weight, whose scales are powers of two, is the weight's value."""
+    shape = pq.scheme(text).scale_shape((16, 64))
+    q = pq.quantize(floats((16, 64)), text, scales=np.ones(shape, np.float32))
+    one = pq.quantize(np.eye(4, 64, dtype=np.float32), "q8s/32:f32", scales=np.ones((4, 2), "f4"))
+    np.testing.assert_array_equal(pq.matmul(one, q.mT), q.dequantize()[:, :4].T)
+
+
 def test_codes_with_scales_of_every_size(target: str) -> None:
     """Scales that are huge, zero or 2^-127 are left to float32."""
-    for left, right in product(("q8s/32:f16", "q8s/32:ue8m0"), ("q4s", "q4s/32:ue8m0", "q8s-32")):
+    for left, right in product(
+        ("q8s/32:f16", "q8s/32:ue8m0"), ("q4s", "q4s/32:ue8m0", "q8s-32", "u4[nf4]/32:ue8m0")
+    ):
         for m in (1, 4, 20):
             a, q = nasty_weight(left, (m, 130)), nasty_weight(right, (19, 130)).mT
-            if right != "q4s/32:ue8m0" and left != "q8s/32:ue8m0":
+            if "ue8m0" not in right and left != "q8s/32:ue8m0":
                 check_product(pq.matmul(a, q), values(a), q, f"{left} {right} {m}", OF_CODES)
                 continue
             with np.errstate(all="ignore"):

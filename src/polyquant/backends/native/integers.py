@@ -1,7 +1,8 @@
 """Products of two quantized operands whose codes are integers.
 
 Sums of 32 products of codes are exact (int32); each is multiplied by its two scales and added up in
-float32. Two of the tables of 16 entries are integers too: e2m1's (halved) and ggml's IQ4_NL.
+float32. Tables of 16 entries are integers too, times a power of two: of a byte e2m1's and ggml's
+IQ4_NL, of 32 bits NF4 and AF4, as four bytes whose products are added up exactly.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from polyquant.tables import CUSTOM, named_table
 from polyquant.values import F32, QuantMode, QuantStore, QuantValue, decode_table
 
 _UNIT = 32  # codes that share a scale, at least
+_LARGEST_BYTE, _LARGEST = 127, 2**31 - 2**16  # the upper of two halves may be rounded up
 
 
 def matmul(a: QTensor, b: QTensor, kind: Any) -> Array:
@@ -55,8 +57,8 @@ def refuses_right(scheme: QuantScheme) -> str | None:
         zero = scheme.offset.kind is OffsetKind.ZERO_POINT and scheme.offset.dtype
         if not isinstance(zero, QuantValue) or scheme.value.is_signed:
             return f"the values of {scheme} are no integers of a byte times a scale"
-    elif _entries(scheme) is None and (scheme.mode is QuantMode.LOOKUP or scheme.value.is_float):
-        return f"the numbers of {scheme} are no integers of a byte"
+    elif _numbers(scheme) is not None and _table(scheme) is None:
+        return f"the numbers of {scheme} are no integers of a byte or of packed codes and 32 bits"
     return _refuses_blocks(scheme)
 
 
@@ -67,31 +69,36 @@ def _refuses_blocks(scheme: QuantScheme) -> str | None:
     return None
 
 
-def _entries(scheme: QuantScheme) -> F32 | None:
-    """The numbers of a table of up to 16 entries that are whole, after doubling for e2m1."""
-    if scheme.bits > 4:
-        return None
+def _numbers(scheme: QuantScheme) -> F32 | None:
+    """What codes stand for where they are no integers: none where only the tensor says it."""
     if scheme.mode is QuantMode.LOOKUP:
-        if scheme.table in (None, CUSTOM):
-            return None
-        numbers = named_table(str(scheme.table))
-    elif scheme.value.is_float:
-        numbers = decode_table(scheme.value) * np.float32(2)
-    else:
+        is_named = scheme.table not in (None, CUSTOM)
+        return named_table(str(scheme.table)) if is_named else np.full(1, np.nan, np.float32)
+    return decode_table(scheme.value) if scheme.value.is_float else None
+
+
+def _table(scheme: QuantScheme) -> tuple[list[int], float] | None:
+    """16 numbers as bytes plus 128, or as four tables (see native/weight.h), and their factor."""
+    numbers = _numbers(scheme)
+    if numbers is None or scheme.bits > 4 or not np.isfinite(numbers).all():
         return None
-    is_whole = bool((numbers == np.round(numbers)).all() and np.abs(numbers).max() <= 127)
-    return numbers if is_whole else None
+    power = next(p for p in range(150) if not (np.ldexp(np.float64(numbers), p) % 1).any())
+    whole = np.ldexp(np.float64(numbers), power)
+    if np.abs(whole).max() <= _LARGEST_BYTE:
+        return (np.resize(whole, 16) + 128).astype(int).tolist(), 0.5**power
+    if scheme.bits != 4 or scheme.store is QuantStore.NATIVE or np.abs(whole).max() > _LARGEST:
+        return None
+    biased = (whole.astype(np.int64) + 0x80008000) >> np.array([[0], [8], [16], [24]])
+    return (biased & 255).ravel().tolist(), 0.5**power
 
 
 @lru_cache(maxsize=256)
 def _bytes(scheme: QuantScheme) -> Any:
     """How the codes of a scheme become bytes."""
-    entries, value = _entries(scheme), scheme.value
+    table, value = _table(scheme), scheme.value
     stored = 8 if scheme.store is QuantStore.NATIVE else value.bits
     mask = 2**value.bits - 1
-    if entries is not None:
-        table = (np.resize(entries, 16) + 128).astype(int).tolist()
-        factor = 0.5 if scheme.mode is not QuantMode.LOOKUP else 1.0
-        return compiled().Bytes(stored, mask, 0, table, 128, factor, False)
+    if table is not None:
+        return compiled().Bytes(stored, mask, 0, table[0], 128, table[1], False)
     sign = 2 ** (value.bits - 1) if value.is_signed else 0
     return compiled().Bytes(stored, mask, sign, [], sign, 1.0, scheme.offset is not None)
