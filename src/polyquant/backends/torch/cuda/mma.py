@@ -303,6 +303,19 @@ def _plan(
     options = tuple(f"{name}={each}" for name, each in numbers.items())
     threads = 32 * (tiles.wn * tiles.wk + tiles.wide)
     function = nvrtc.load(("codes.cuh", source), "matmul", options, threads, shared, device, before)
+    # Before wgmma.cu's kernel comes that of arrange.cu, which makes only x.
+    grid, numbers_of_shape = _extents(scheme, product, grids, tiles)
+    return _Plan(function, grid, numbers_of_shape, bool(tiles.early or tiles.wide))
+
+
+def _extents(
+    scheme: QuantScheme,
+    product: tuple[tuple[int, ...], bool, int, int],
+    grids: tuple[int, int, int],
+    tiles: Tiles,
+) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+    """Blocks of threads, and the argument's numbers from ``chunks`` on: see ``_plan``."""
+    stored, by_n, batch, columns = product
     n, k = (stored[-1], stored[-2]) if by_n else stored[-2:]
     m_tiles = math.ceil(columns / (8 * tiles.nt))
     grid = (math.ceil(n / (16 * tiles.rt * tiles.wn)), m_tiles * batch, tiles.kc)
@@ -310,9 +323,7 @@ def _plan(
     lines = tuple(counts[1] * SIZES[each] for each in (grids[0], grids[2]))
     height = scheme.block_extents(stored)[-2] if counts[0] > 1 else stored[-2]
     code_line = line_size_bytes(stored[-1], scheme.bits, scheme.store)
-    given = (math.ceil(k / tiles.chunk), code_line, *lines, height, m_tiles)
-    # Before wgmma.cu's kernel comes that of arrange.cu, which makes only x.
-    return _Plan(function, grid, given, bool(tiles.early or tiles.wide))
+    return grid, (math.ceil(k / tiles.chunk), code_line, *lines, height, m_tiles)
 
 
 def _n_bytes(tiles: Tiles, bits: int) -> int:
