@@ -75,20 +75,30 @@ def test_scan_over_a_stack_and_with_a_carry(layers: list[Any]) -> None:
 def test_vmap_over_stacks_activations_and_both(layers: list[Any]) -> None:
     stack, x = pqj.stack(layers), x_of(LAYERS, 5, K)
     each = jnp.stack([layer(x[i], q) for i, q in enumerate(layers)])
-    close(jax.vmap(layer)(x, stack), each)
     close(jax.jit(jax.vmap(layer))(x, stack), each)
     shared = jnp.stack([layer(x[0], q) for q in layers])
-    close(jax.vmap(layer, in_axes=(None, 0))(x[0], stack), shared)
-    close(jax.vmap(layer, in_axes=(0, None))(x, layers[0]), layer(x, layers[0]))
-    close(jax.vmap(lambda row: layers[0] @ row)(x[0]), x[0] @ layers[0].mT)
     two = jax.tree.map(lambda part: jnp.stack([part, part]), stack)
-    close(jax.vmap(jax.vmap(layer, (None, 0)), (None, 0))(x[0], two)[1], shared)
+
+    @jax.jit
+    def more(x: Any, stack: Any, two: Any) -> Any:
+        return (
+            jax.vmap(layer, in_axes=(None, 0))(x[0], stack),
+            jax.vmap(layer, in_axes=(0, None))(x, layers[0]),
+            jax.vmap(lambda row: layers[0] @ row)(x[0]),
+            jax.vmap(jax.vmap(layer, (None, 0)), (None, 0))(x[0], two)[1],
+        )
+
+    found = more(x, stack, two)
+    for got, wanted in zip(
+        found, (shared, layer(x, layers[0]), x[0] @ layers[0].mT, shared), strict=True
+    ):
+        close(got, wanted)
 
 
 def test_vmap_returns_stacks(layers: list[Any]) -> None:
     values = jnp.stack([q.dequantize() for q in layers])
     scheme = layers[0].scheme
-    made = jax.vmap(lambda x: pq.quantize(x, scheme))(values)
+    made = jax.jit(jax.vmap(lambda x: pq.quantize(x, scheme)))(values)
     assert made.shape == values.shape
     for number, q in enumerate(layers):
         one = jax.tree.map(lambda part, n=number: part[n], made)
@@ -223,12 +233,13 @@ def test_fake_quantize_is_quantizing_there_and_back() -> None:
     x = x_of(6, 70)
     for scheme in ("q4s/32:f16", "nvfp4", "nf4"):
         wanted = host(pq.quantize(x, scheme).dequantize())
-        assert_same_bits(host(pqj.fake_quantize(x, scheme)), wanted)
         got, passed = jax.jit(
             jax.value_and_grad(lambda x, s=scheme: pqj.fake_quantize(x, s).sum())
         )(x)
         close(got, wanted.sum())
         np.testing.assert_array_equal(passed, jnp.ones_like(x))  # minmax covers every value
+        values = jax.jit(lambda x, s=scheme: pqj.fake_quantize(x, s))(x)
+        assert_same_bits(host(values), wanted)
     half = pqj.fake_quantize(x.astype(jnp.bfloat16), "q4s/32:f16")
     assert half.dtype == jnp.bfloat16
     close(
