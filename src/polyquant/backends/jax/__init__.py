@@ -137,6 +137,11 @@ BACKEND = Backend(
     facts=_facts,
     kernels={
         "cpu": (_TRANSFORMS, "polyquant.jax.host", "polyquant.backends.definition"),
+        "gpu": (
+            _TRANSFORMS,
+            "polyquant.backends.jax.pallas",
+            "polyquant.backends.jax.accelerators",
+        ),
         "*": (_TRANSFORMS, "polyquant.backends.jax.accelerators"),
     },
     functions={

@@ -1,0 +1,183 @@
+"""The Pallas kernels of GPUs: within the bound, step by step without a GPU; and lowered for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyquant as pq
+from polyquant.dispatch import explain_problem
+from polyquant.kernel import Problem
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+import jax.numpy as jnp  # noqa: E402
+
+from polyquant.backends.jax import pallas  # noqa: E402
+from polyquant.backends.jax.pallas import product  # noqa: E402
+from polyquant.backends.jax.pallas.product import Tiles  # noqa: E402
+
+# JAX announces from 0.11 on that Triton's lowering will go.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+
+#: Every kind of code, scale, zero point and block that is taken.
+SCHEMES = (
+    "q4s/32:f16",
+    "q4f/row:f32",
+    "q8s/row:f32",
+    "q8f/tensor:f32",
+    "u8/64:bf16",
+    "q2s/64:f16",
+    "u1/32:f32",
+    "u4/32:f16-zero:u4",
+    "u2/row:f32-zero:u2",
+    "u8/2x64:f32-zero:u8",
+    "u4[nf4]/64:f32",
+    "u2[custom]/48:bf16",
+    "nf4-double",
+    "e2m1/32:ue8m0",
+    "e2m1/16:ue4m3/tensor:f32",
+    "e4m3/128x128:f32",
+    "e4m3/row:f32",
+    "e5m2/32:ue8m0",
+)
+UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+FEW, LEFT, RIGHT = (
+    Tiles(rows=8, line=64, slices=2),
+    Tiles(rows=16, line=64, slices=2, dots=True),
+    Tiles(rows=16, line=32, dots=True, left=False),
+)
+
+
+def weight(name: str, n: int, k: int) -> Any:
+    scheme = pq.scheme(name)
+    values = np.random.default_rng(n * k).normal(size=(n, k)).astype(np.float32)
+    if scheme.bits == 1 or (scheme.value.startswith("u") and scheme.offset is None):
+        values = np.abs(values) if scheme.table is None else values
+    table = np.linspace(-1.0, 0.7, 2**scheme.bits) if scheme.table == "custom" else None
+    return pq.quantize(values, scheme, table=table).to("jax").mT
+
+
+def floats(m: int, k: int, dtype: str) -> Any:
+    return jnp.asarray(np.random.default_rng(m).normal(size=(m, k)).astype(np.float32), dtype)
+
+
+def check(y: Any, x: Any, q: Any) -> None:
+    """Raise where a product is outside of the bound of docs/numerics.md."""
+    values = np.asarray(q.dequantize(), np.float64)
+    left = np.asarray(x.astype(jnp.float32), np.float64)
+    wanted, unit = left @ values, UNIT[str(x.dtype)]
+    bound = 8 * np.sqrt(x.shape[-1]) * unit * (np.abs(left) @ np.abs(values))
+    assert y.shape == wanted.shape and y.dtype == x.dtype
+    assert np.all(np.abs(np.asarray(y, np.float64) - wanted) <= bound + unit * np.abs(wanted))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_keeps_the_bound(name: str) -> None:
+    q = weight(name, 21, 100)
+    for dtype, m, tiles in (("float32", 2, FEW), ("bfloat16", 5, LEFT)):
+        x = floats(m, 100, dtype)
+        check(product.matmul(x, q, x.dtype, tiles=tiles, interpret=True), x, q)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 40, 7), (17, 9, 64), (3, 33, 600)])
+def test_every_extent_keeps_the_bound(shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    q = weight("u4/32:f16-zero:u4", n, k)
+    for dtype, tiles in zip(UNIT, (None, RIGHT, None), strict=True):
+        x = floats(m, k, dtype)
+        check(product.matmul(x, q, x.dtype, tiles=tiles, interpret=True), x, q)
+
+
+def test_axes_before_the_last_are_rows_and_a_vector_is_one() -> None:
+    q = weight("mxfp4", 8, 64)
+    x = floats(6, 64, "float32")
+    whole = product.matmul(x, q, x.dtype, tiles=FEW, interpret=True)
+    stacked = product.matmul(x.reshape(2, 3, 64), q, x.dtype, tiles=FEW, interpret=True)
+    assert np.array_equal(stacked.reshape(6, 8), whole)
+    vector = product.matmul(x[0], q, jnp.bfloat16, tiles=FEW, interpret=True)
+    assert vector.shape == (8,) and vector.dtype == jnp.bfloat16
+
+
+def test_zeros_are_exact_and_numbers_that_are_none_stay_so() -> None:
+    nothing = pq.quantize(np.full((8, 64), 0.0, np.float32), "u4/32:f16-zero:u4").to("jax").mT
+    x = floats(3, 64, "bfloat16")
+    assert not np.any(product.matmul(x, nothing, x.dtype, tiles=LEFT, interpret=True))
+    q = weight("e4m3/32:ue8m0", 8, 64)
+    broken = q._replace(data=q.data.at[2, 5].set(0x7F), scales=q.scales.at[4, 1].set(255))
+    y = np.asarray(product.matmul(floats(1, 64, "float32"), broken, jnp.float32, interpret=True))
+    assert np.isnan(y).nonzero()[1].tolist() == [2, 4]
+
+
+def test_a_scale_of_the_smallest_power_of_two_is_exact() -> None:
+    q = weight("mxfp4", 8, 64)
+    # 2^-127, which is subnormal in float32; twos, so that no value is.
+    q = q._replace(scales=jnp.zeros_like(q.scales), data=jnp.full_like(q.data, 0x4C))
+    x = floats(2, 64, "float32") * 2.0**20
+    check(product.matmul(x, q, x.dtype, tiles=FEW, interpret=True), x, q)
+
+
+def test_under_jit_and_vmap() -> None:
+    q = weight("q4s", 16, 64)
+    x = jnp.stack([floats(2, 64, "float32"), floats(3, 64, "float32")[1:]])
+
+    @jax.jit
+    def one(x: Any, q: Any) -> Any:
+        return product.matmul(x, q, x.dtype, tiles=FEW, interpret=True)
+
+    each = jax.vmap(one, (0, None))(x, q)
+    for made, rows in zip(each, x, strict=True):
+        assert np.array_equal(made, one(rows, q))
+        check(made, rows, q)
+
+
+IS_LOWERED = jax.__version_info__ < (0, 11) or jax.default_backend() == "gpu"
+
+
+@pytest.mark.skipif(not IS_LOWERED, reason="JAX from 0.11 on lowers for the GPU at hand alone")
+@pytest.mark.parametrize("name", SCHEMES)
+def test_it_is_lowered_for_cuda(name: str) -> None:
+    q = jax.eval_shape(lambda: weight(name, 384, 512))
+    cases = [(m, dtype) for m in (1, 5, 64) for dtype in UNIT if m < 64 or dtype != "float32"]
+    for m, dtype in cases:
+        x = jax.ShapeDtypeStruct((m, 512), dtype)
+        traced = jax.jit(lambda x, q: product.matmul(x, q, x.dtype)).trace(x, q)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "triton" in text
+
+
+def problem(scheme: str, **facts: Any) -> Problem:
+    given = {"a": "bfloat16", "layout": (None, (1, 0)), "m": 16, "n": 4096, "k": 4096, "step": 32}
+    return Problem("matmul", "gpu", b=pq.scheme(scheme), **given | facts)
+
+
+REFUSED = (
+    (problem("q4s", a=pq.scheme("q8s")), "multiplies a float"),
+    (problem("q4s", a="float64"), "not float64"),
+    (problem("q4s", layout=(None, (0, 1))), "stored (out, in)"),
+    (problem("q4s", m=128), "up to 64 rows"),
+    (problem("q4s", a="float32", m=32), "up to 16 rows"),
+    (problem("q4s", k=0), "extent is zero"),
+    (problem("q8s", n=1 << 18, k=1 << 16), "2 GiB"),
+    (problem("q3s/32:f16"), "3 bits"),
+    (problem("e3m2/32:ue8m0"), "6 bits"),
+    (problem("q4s/32:f16@native"), "packed codes"),
+    (problem("u4/32:f16+bias:f16"), "zero points beside integers"),
+    (problem("u4/32:f16-zero:f16"), "zero points beside integers"),
+    (problem("q4s/4:f16"), "whole 4 bytes"),
+    (problem("u4[nf4]/64:f32~flat"), "does not know"),
+)
+
+
+@pytest.mark.parametrize(("facts", "reason"), REFUSED, ids=[text for _, text in REFUSED])
+def test_what_it_does_not_take_has_a_reason(facts: Problem, reason: str) -> None:
+    assert reason in (pallas.KERNELS[0].why_not(facts) or "")
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_it_is_the_first_choice_on_a_gpu(name: str) -> None:
+    found = explain_problem("jax", problem(name))
+    assert found.kernel == "jax.pallas.matmul", found
+    assert [kernel for kernel, _ in found.reasons] == ["jax.transforms.matmul"]
+    assert explain_problem("jax", problem(name)._replace(device_kind="tpu")).kernel is None
