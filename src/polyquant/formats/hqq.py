@@ -30,7 +30,7 @@ from polyquant.scheme import QuantScheme
 NAME = "hqq"
 FACTS = Facts(
     tool="HQQ",
-    reads="1, 2, 3, 4 and 8 bits, both axes",
+    reads="1 to 6 and 8 bits, both axes",
     exact="bit-equal; step by step in float16 and bfloat16",
 )
 _SUFFIX = ".W_q"
