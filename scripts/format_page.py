@@ -37,13 +37,14 @@ def page() -> str:
             "Bit-equal means every float32, but for subnormal numbers, which are zero here by "
             "[contract](numerics.md). *Same bytes*: whether tensors, read and written back, are "
             "the same bytes. *Read by the tool*: the tool that reads our files in a test.",
-            "Beside the files of the tests, what tools make of their options, each with each, was "
-            "read once and compared with their own values: 1260 tensors of bitsandbytes 0.50.2, "
-            "189 of MLX 0.32.4, 168 and every preset of compressed-tensors 0.20.1, 103 of torchao "
-            "0.18, 380 of HQQ 0.2.8, and the experts of models that ModelOpt 0.47 exported. They "
-            "are equal in float32, and within a rounding where the tool computes in fewer bits; but "
-            "for 288 of bitsandbytes, whose decoding on a CPU contradicts its encoding in some shapes "
-            "where a block holds several rows. There the values are those of its layout.",
+            "Beside the files of the tests, what tools make of their options, each with each, "
+            "was read once and compared with their own values: 1260 tensors of bitsandbytes "
+            "0.50.2, 189 of MLX 0.32.4, 168 and every preset of compressed-tensors 0.20.1, 103 "
+            "of torchao 0.18, 380 of HQQ 0.2.8, and the experts of models that ModelOpt 0.47 "
+            "exported. They are equal in float32, and within a rounding where the tool computes "
+            "in fewer bits; but for 288 of bitsandbytes, whose decoding on a CPU contradicts "
+            "its encoding in some shapes where a block holds several rows. There the values are "
+            "those of its layout.",
             "## Variants",
             "What weights can become, and the scheme that they have then:",
             table(
