@@ -74,6 +74,16 @@ def test_results_are_jax_arrays_of_the_float_operands_dtype(kind: str) -> None:
     assert_same_parts(made, pq.quantize(host(x.astype(kind)), "q4s"))
 
 
+def test_what_a_kernel_has_read_is_not_overwritten_when_it_is_donated() -> None:
+    x, q = operands()
+    turned = q.T
+    wanted = x @ turned
+    add = jax.jit(lambda q: jax.tree.map(lambda part: part + 1, q), donate_argnums=0)
+    changed = add(q)
+    np.testing.assert_array_equal(x @ turned, wanted)
+    np.testing.assert_array_equal(changed.data, turned.data + 1)
+
+
 def test_an_eager_gradient_runs_the_compiled_kernel_for_its_values() -> None:
     x, q = operands()
     value, found = jax.value_and_grad(lambda x: (x @ q.T).sum())(x)
