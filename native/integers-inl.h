@@ -110,7 +110,9 @@ constexpr int kRowBytes = B::kPartBytes * B::kParts + 4 * kWidth;
 inline Step8 step8(const Weight8& kind) {
   return with_bytes8(kind, [&](const auto& bytes) {
     using B = std::decay_t<decltype(bytes)>;
-    const int rows = kWidth == 16 ? (B::kParts > 1 ? 12 : 8) : kind.planes == 4 ? 0 : B::kParts > 1 ? 32 : 12;
+    constexpr bool kIsWide = kWidth == 16, kIsNarrow = B::kParts > 1;
+    const int plain = kIsWide ? (kIsNarrow ? 16 : 8) : (kIsNarrow ? 32 : 12);
+    const int rows = kind.planes == 4 ? (kIsWide ? 12 : 0) : plain;
     return Step8{kStepCodes<B>, kRowBytes<B>, rows};
   });
 }

@@ -4,9 +4,12 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace pq {
@@ -28,11 +31,9 @@ class Pool {
   bool is_of_this_process() const { return owner_ == getpid(); }
 
   void run(int64_t count, int threads, const std::function<void(int64_t)>& task) {
-    const int helpers = threads - 1;
     {
       std::lock_guard lock(mutex_);
-      while (static_cast<int>(workers_.size()) < helpers)
-        workers_.emplace_back([this, index = static_cast<int>(workers_.size())] { work(index); });
+      const int helpers = make_workers(threads - 1);
       task_ = &task;
       count_ = count;
       next_.store(0, std::memory_order_relaxed);
@@ -45,13 +46,32 @@ class Pool {
     std::unique_lock lock(mutex_);
     done_.wait(lock, [this] { return running_ == 0; });
     task_ = nullptr;
+    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
   std::mutex busy;  // held by the caller whose work is running
 
  private:
+  // Threads for `wanted` helpers, or as many as the system gives.
+  int make_workers(int wanted) {
+    try {
+      while (static_cast<int>(workers_.size()) < wanted)
+        workers_.emplace_back([this, index = static_cast<int>(workers_.size())] { work(index); });
+    } catch (const std::system_error&) {
+      return static_cast<int>(workers_.size());
+    }
+    return wanted;
+  }
+
   void take_tasks() {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) (*task_)(i);
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
+      try {
+        (*task_)(i);
+      } catch (...) {  // of memory: raised again by the caller
+        std::lock_guard lock(mutex_);
+        if (!error_) error_ = std::current_exception();
+      }
+    }
   }
 
   void work(int index) {
@@ -77,21 +97,19 @@ class Pool {
   std::atomic<int64_t> next_{0};
   int wanted_ = 0, running_ = 0;
   uint64_t generation_ = 0;
+  std::exception_ptr error_;
   bool stopping_ = false;
 };
 
 // Never destroyed at exit, where its threads may be gone already; left behind by a forked child,
-// whose threads do not exist.
+// whose threads do not exist. No lock: another thread could hold it at the moment of a fork.
 Pool& pool() {
   static std::atomic<Pool*> current{nullptr};
-  static std::mutex making;
   Pool* found = current.load(std::memory_order_acquire);
-  if (found && found->is_of_this_process()) return *found;
-  std::lock_guard lock(making);
-  found = current.load(std::memory_order_acquire);
-  if (!found || !found->is_of_this_process()) {
-    found = new Pool();
-    current.store(found, std::memory_order_release);
+  while (!found || !found->is_of_this_process()) {
+    Pool* const made = new Pool();
+    if (current.compare_exchange_strong(found, made, std::memory_order_acq_rel)) return *made;
+    delete made;  // another thread was first
   }
   return *found;
 }

@@ -2,8 +2,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -35,6 +37,24 @@ void call_from_threads(int callers, int rounds) {
   for (auto& one : all) one.join();
 }
 
+// What a task throws reaches the caller, once.
+void throw_from_tasks(int rounds) {
+  for (int round = 0; round < rounds; ++round) {
+    std::atomic<int> runs{0};
+    bool is_thrown = false;
+    try {
+      pq::parallel_for(40, 4, [&](int64_t i) {
+        ++runs;
+        if (i % 8 == 3) throw std::bad_alloc();
+      });
+    } catch (const std::bad_alloc&) {
+      is_thrown = true;
+    }
+    require(is_thrown && runs == 40, "an error was lost");
+    call_often(static_cast<unsigned>(round), 1);
+  }
+}
+
 void call_in_children(int depth, int rounds) {
   for (int i = 0; i < 3; ++i) {
     const pid_t child = fork();
@@ -54,6 +74,7 @@ void call_in_children(int depth, int rounds) {
 int main() {
   call_often(1, 500);
   call_from_threads(4, 500);
+  throw_from_tasks(200);
   call_in_children(1, 100);
   call_from_threads(3, 200);
   std::puts("pool_test: every task ran once");
