@@ -9,6 +9,7 @@ of its own. GB/s count the stored weight, and are set against what the same proc
     python benchmarks/cpu.py                 # everything: about 40 minutes a number of threads
     python benchmarks/cpu.py --quick         # one shape, M = 1 and 16
     python benchmarks/cpu.py --only q4s-32 --threads 1 --target avx2
+    python benchmarks/cpu.py --merge some.json more.json    # runs in pieces, as one
 """
 
 from __future__ import annotations
@@ -265,6 +266,9 @@ def main() -> None:
     if arguments.part is not None:
         work(arguments)
         return
+    if arguments.merge:
+        _write(merged([json.loads(path.read_text()) for path in arguments.merge]), arguments.out)
+        return
     parts = [_run(arguments, threads) for threads in arguments.threads]
     dram = {str(part["threads"]): part["dram_gb_s"] for part in parts}
     rows = [row for part in parts for row in part["products"]]
@@ -289,10 +293,40 @@ def main() -> None:
         "products": rows,
         "rates": rates,
     }
+    _write(found, arguments.out)
+
+
+def _write(found: dict[str, Any], out: Path) -> None:
     print("\n".join(report(found)))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(_json(found), encoding="utf-8")
-    print(f"Written: {arguments.out}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(_json(found), encoding="utf-8")
+    print(f"Written: {out}")
+
+
+def merged(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Runs on one machine as one, by the last of them; ratios stay those of the run that has both.
+
+    A product (threads, extents, scheme) is taken whole, from the last run that has it.
+    """
+    found = dict(runs[-1])
+    products = {_place(row): run for run in runs for row in run["products"]}
+    found["products"] = [
+        row for run in runs for row in run["products"] if products[_place(row)] is run
+    ]
+    schemes = list(dict.fromkeys(row["scheme"] for run in runs for row in run["products"]))
+    found["products"].sort(
+        key=lambda row: (row["n"], row["threads"], schemes.index(row["scheme"]), row["m"])
+    )
+    rates = {(*_place(row | {"m": 0}), row["name"]): row for run in runs for row in run["rates"]}
+    found["rates"] = list(rates.values())
+    for name in ("rivals", "missing"):
+        found[name] = {key: value for run in runs for key, value in run[name].items()}
+    threads = sorted({row["threads"] for row in found["products"]})
+    found["threads"] = threads
+    found["machine"] = found["machine"] | {"threads": max(threads)}
+    speeds = [(int(n), speed) for run in runs for n, speed in run["dram_gb_s"].items()]
+    found["dram_gb_s"] = {str(n): max(s for at, s in speeds if at == n) for n in threads}
+    return found
 
 
 def _run(arguments: argparse.Namespace, threads: int) -> dict[str, Any]:
@@ -355,6 +389,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--target", help="an instruction set of polyquant's, such as avx2")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu.json")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="join these results")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     found = parser.parse_args()
     found.m = found.m or ((1, 16) if found.quick else ROWS)

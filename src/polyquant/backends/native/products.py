@@ -9,8 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from polyquant.arrays import Array, namespace
-from polyquant.backends.native.weights import matrix_of, plain, plain_input, threads_for
+from polyquant.arrays import Array, backend_of, namespace
+from polyquant.backends.native.weights import (
+    matrix_of,
+    plain,
+    plain_input,
+    plain_new,
+    threads_for,
+)
 from polyquant.qtensor import QTensor
 
 
@@ -43,14 +49,14 @@ def _product(x: Array, q: QTensor, kind: Any) -> Array:
     rows = x.shape[:-1]
     if q.ndim > 2:
         return _batched(x, q, kind)
-    columns = q.shape[1:]
-    count, depth = prod(rows), q.shape[0]
-    flat = plain_input(x if x.ndim == 2 else x.reshape((count, depth)))
+    (depth, *columns), owner = q.shape, backend_of(x)
+    count, width = prod(rows), prod(columns)
+    flat = plain_input(x if x.ndim == 2 else x.reshape((count, depth)), owner)
     out, is_wider = empty(x, (*rows, *columns), kind)
     along_k = q.axes != (0, 1)
-    into = out if out.ndim == 2 and x.ndim == 2 else out.reshape((count, prod(columns)))
-    lines = (prod(columns)) if along_k else depth
-    matrix_of(q).matmul(flat, plain(into), along_k, 0, lines, threads_for(out))
+    into = out if out.ndim == 2 and x.ndim == 2 else out.reshape((count, width))
+    lines, threads = width if along_k else depth, owner.num_threads()
+    matrix_of(q).matmul(flat, plain_new(into, owner), along_k, 0, lines, threads)
     return namespace(out).astype(out, kind) if is_wider else out
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from polyquant.arrays import Array, backend_of, find_backend
+from polyquant.arrays import Array, Backend, backend_of, find_backend
 from polyquant.backends.native.compiled import compiled
 from polyquant.qtensor import QTensor
 from polyquant.scheme import OffsetKind, QuantScheme
@@ -123,22 +123,28 @@ def _lines(data: Array) -> Array:
     return data if even else _in_order(data)
 
 
-def plain(array: Array) -> Any:
+def plain(array: Array, owner: Backend | None = None) -> Any:
     """An array as the compiled part takes it: NumPy's bfloat16 by its bits, nothing tracked."""
     if isinstance(array, np.ndarray):
         return array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
+    owner = owner or backend_of(array)
     if getattr(array, "requires_grad", False):
         array = array.detach()
     if getattr(array, "is_neg", bool)():
         array = array.resolve_neg()
-    return backend_of(array).exported(array)
+    return owner.exported(array)
 
 
-def plain_input(x: Array) -> Any:
+def plain_new(array: Array, owner: Backend) -> Any:
+    """The same of an array that was just made."""
+    return plain(array) if isinstance(array, np.ndarray) else owner.exported(array)
+
+
+def plain_input(x: Array, owner: Backend | None = None) -> Any:
     """Activations as the compiled part takes them: any strides, but whole, native numbers."""
     if isinstance(x, np.ndarray) and not (x.flags.aligned and x.dtype.isnative):
         x = x.astype(x.dtype.newbyteorder("="), order="C")
-    return plain(x)
+    return plain(x, owner)
 
 
 def threads_for(like: Array) -> int:
