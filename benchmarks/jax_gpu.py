@@ -53,11 +53,11 @@ def candidates(m: int, bits: int, *, is_table: bool) -> Iterator[Tiles | None]:
     line = 128 if bits == 8 else 64 if bits == 4 else 32
     stages = 1 if is_table else 3  # entries looked up must not wait in shared memory
     if m == 1:
-        yield from (few(4, 2048), few(8, 1024, 2), few(16, 1024, 2))
+        yield from (few(8, 2048), few(2, 2048), few(4, 1024, 2), few(8, 1024, 2))
         return
-    if m <= product.FEW_ROWS:
-        yield few(4, 1024, 2)
-    yield from (dots(64, line, 4, 4, stages), dots(128, line, 8, 8, stages))
+    if m == 4:
+        yield from (few(4, 1024, 2), few(4, 2048))
+    yield from (dots(64, line, 8, 4, stages), dots(128, line, 8, 8, stages))
     yield dots(64, 2 * line, 8, 4, min(stages, 2))
     yield dots(64, line, 4, 4, stages)._replace(left=False)
 
@@ -160,9 +160,7 @@ def outcome(waiting: Future[Case], x: Any, weight: Weight) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument(
-        "--seconds", type=float, default=50.0, help="of them half to compile in"
-    )
+    parser.add_argument("--seconds", type=float, default=50.0, help="of them half to compile in")
     parser.add_argument("--size", type=int, default=8192, help="extents of the weight")
     parser.add_argument("--interpret", action="store_true", help="without a GPU: a trial only")
     given = parser.parse_args()

@@ -31,12 +31,15 @@ from polyquant.scheme import QuantScheme
 from polyquant.values import QuantMode, QuantValue, ScaleDtype
 
 Array = Any
-#: Rows of x up to which float32 sums beat padding to the tensor cores' sixteen.
-FEW_ROWS = 4
+#: Rows of x up to which float32 sums take fewer instructions than padding to sixteen for the tensor
+#: cores: of q4s/32 some 5.5 a value at one row and 10 at four, against 8 (compiled for sm_90).
+FEW_ROWS = 2
+#: Programs that fill a large GPU several times over, so that some wait while others compute.
+_PROGRAMS = 512
 #: 2^23 as float32: below it lie 23 bits for an integer, which then is one subtraction away.
 _MAGIC, _MAGIC_BITS = float(1 << 23), 0x4B000000
 #: Loops of up to so many steps over one row of x are written out; more need the registers.
-_WRITTEN_OUT = 4
+_WRITTEN_OUT = 2
 #: A line of numbers as the first of two axes, and as the second.
 _DOWN: Any = (slice(None), None)
 _ACROSS: Any = (None, slice(None))
@@ -58,11 +61,12 @@ class Tiles(NamedTuple):
 
 class Codes(NamedTuple):
     """How bytes become numbers: ``decode(bytes, plane, zeros, table)``, float32, is the number of
-    the plane's code times ``2**exponent(plane)``. ``bits`` of a code."""
+    the plane's code times ``2**exponent(plane)``. ``bits`` of a code. ``looks_up``: from memory."""
 
     bits: int
     decode: Callable[[Array, int, Array | None, Any], Array]
     exponent: Callable[[int], int]
+    looks_up: bool = False
 
     @property
     def planes(self) -> int:
@@ -114,7 +118,7 @@ def codes_of(scheme: QuantScheme) -> Codes | None:
     if bits not in (1, 2, 4, 8):
         return None
     if scheme.mode is QuantMode.LOOKUP:
-        return Codes(bits, partial(_looked_up, bits), lambda plane: 0)
+        return Codes(bits, partial(_looked_up, bits), lambda plane: 0, looks_up=True)
     minifloats: dict[QuantValue, tuple[Callable[..., Array], int]] = {
         QuantValue.E2M1: (_e2m1, -14),
         QuantValue.E4M3: (_e4m3, 0),
@@ -290,12 +294,15 @@ def _dots(
 # -- around it --------------------------------------------------------------------------------
 
 
-def default_tiles(m: int, n: int, codes: Codes) -> Tiles:
-    """The tiles of a product of m rows of x with a weight of n lines."""
+def default_tiles(m: int, n: int, line: int, codes: Codes) -> Tiles:
+    """The tiles of a product of m rows of x with a weight of n lines of so many bytes."""
     if m <= FEW_ROWS:
-        return Tiles(rows=8 if n >= 4096 else 4, line=2048, warps=4)
-    line = 128 if codes.bits == 8 else 64
-    return Tiles(rows=64, line=line, slices=4 if n < 16384 else 2, warps=4, dots=True)
+        return Tiles(rows=4, line=2048)
+    rows, step = 64, 16 * codes.bits
+    most = max(1, min(_PROGRAMS * rows // n, line // (2 * step), 8))
+    slices = 1 << (most.bit_length() - 1)
+    stages = 1 if codes.looks_up else 3  # entries looked up must not wait in shared memory
+    return Tiles(rows, step, slices, stages=stages, dots=True)
 
 
 def matmul(
@@ -312,7 +319,7 @@ def matmul(
         raise TypeError(weight.scheme)  # why_not has refused it
     few = rows.shape[0] <= FEW_ROWS or rows.dtype == jnp.float32
     if tiles is None:
-        tiles = default_tiles(1 if few else rows.shape[0], n, codes)
+        tiles = default_tiles(1 if few else rows.shape[0], n, weight.data.shape[-1], codes)
     parts, plan = _planned(rows.shape[0], weight, codes, tiles)
     parts["x"] = _planes(rows, plan)
     programs = pl.cdiv(n, tiles.rows)
