@@ -15,8 +15,15 @@ from typer.testing import CliRunner
 import polyquant as pq
 from peers import decoded, fixture, names
 from polyquant.cli.app import app
-from polyquant.errors import InvalidArgument, NotExact, UnknownName, UnsupportedDtype, WriteFailed
-from polyquant.formats import WRITERS
+from polyquant.errors import (
+    InvalidArgument,
+    InvalidName,
+    NotExact,
+    UnknownName,
+    UnsupportedDtype,
+    WriteFailed,
+)
+from polyquant.formats import WRITERS, TensorInfo, Writer
 from polyquant.models import resumable
 from polyquant.models.conversion import plan
 from polyquant.models.targets import target_of, variants_of
@@ -167,6 +174,19 @@ def test_names_that_a_format_does_not_have(to: str, name: str, tmp_path: Path) -
         convert(source, tmp_path / name, to)
     with pytest.raises(InvalidArgument, match="another file"):
         convert(source, source, "safetensors")
+
+
+@pytest.mark.parametrize("to", ["gguf", "burnpack", "mlx", "safetensors"])
+@pytest.mark.parametrize("bad", ["a name", "a text"])
+def test_what_is_no_text_is_refused(to: str, bad: str, tmp_path: Path) -> None:
+    target, half = target_of(to), "\udcff"
+    plan = [TensorInfo.plain(half if bad == "a name" else "x", (1,), "float32")]
+    metadata = {"k": half} if bad == "a text" else {}
+    if (to, bad) == ("gguf", "a text"):
+        return  # which holds any bytes there
+    open_writer = Writer if target.is_own else target.open_writer
+    with pytest.raises(InvalidName):
+        open_writer(tmp_path / "x.safetensors", plan, metadata=metadata)
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,8 @@ def test_a_temporary_file_is_not_taken_for_one(saved: Path) -> None:
 
 def test_configs(saved: Path, tmp_path: Path) -> None:
     assert Probe(saved).config == {}
+    (tmp_path / "config.json").write_text("{}")
+    assert Probe(saved).config == {}
     (tmp_path / "config.json").write_text(json.dumps({"a": 1}))
     assert Probe(saved).config == {"a": 1}
     assert Probe(tmp_path).config == {"a": 1}

@@ -269,6 +269,19 @@ def test_hostile_headers(what: str, tmp_path: Path) -> None:
         pq.open_checkpoint(tmp_path / "x.gguf")
 
 
+def test_sparse_terabytes_are_not_walked_through(tmp_path: Path) -> None:
+    texts = [
+        string("k") + struct.pack("<IIQ", 9, 8, 2**36),
+        string("k") + struct.pack("<IQ", 8, 2**39),
+    ]
+    for key in texts:
+        with open(tmp_path / "x.gguf", "wb") as file:
+            file.write(file_of(keys=[key]))
+            file.truncate(2**40)
+        with pytest.raises(InvalidHeader, match="100000000"):
+            pq.open_checkpoint(tmp_path / "x.gguf")
+
+
 def test_every_length_at_which_a_file_may_end(tmp_path: Path) -> None:
     whole, path = small(), tmp_path / "x.gguf"
     needed = len(whole) - (-68 % 32)  # the last padding may be missing

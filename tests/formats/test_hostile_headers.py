@@ -297,9 +297,10 @@ def test_paths_that_lead_nowhere(name: str, tmp_path: Path) -> None:
         pq.load(tmp_path / name)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["x.safetensors", "x.gguf", "x.npz", "x"])
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
     import os
 
-    os.mkfifo(tmp_path / "x.safetensors")
+    os.mkfifo(tmp_path / name)
     with pytest.raises(UnreadableFile, match="regular"):
-        pq.load(tmp_path / "x.safetensors")
+        pq.load(tmp_path / name)

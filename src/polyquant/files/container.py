@@ -12,8 +12,10 @@ import mmap
 import os
 import reprlib
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,15 +128,22 @@ def release_pages(buffer: mmap.mmap) -> None:
 
 def map_file(path: Path) -> tuple[int, mmap.mmap]:
     """The size of a file, and its bytes mapped. Raises UnreadableFile, InvalidHeader."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            reason = f"the file has {size} bytes, and the length of a header alone takes 8"
+            raise InvalidHeader(path=path, reason=reason)
+        return size, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BufferedReader]:
+    """A regular file, open for reading. Raises UnreadableFile, also for what the system refuses."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
             raise UnreadableFile(path=path, reason="it is not a regular file")
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 8:
-                reason = f"the file has {size} bytes, and the length of a header alone takes 8"
-                raise InvalidHeader(path=path, reason=reason)
-            return size, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            yield file
     except PolyquantError:
         raise
     except (OSError, ValueError, OverflowError) as error:  # a NUL in the path; no address space
@@ -268,7 +277,9 @@ def _is_file_name(name: Any) -> bool:
 
 def read_small(path: Path) -> bytes:
     """The bytes of a JSON file that stands beside tensors. Raises UnreadableFile, InvalidHeader."""
-    size, buffer = map_file(path)
-    if size > HEADER_LIMIT_BYTES:
-        raise InvalidHeader(path=path, reason=f"it has {size} bytes, and no such file is as large")
-    return buffer[:]
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > HEADER_LIMIT_BYTES:
+            reason = f"it has {size} bytes, and no such file is as large"
+            raise InvalidHeader(path=path, reason=reason)
+        return file.read(size)

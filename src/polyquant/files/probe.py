@@ -11,7 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 from polyquant.errors import InvalidArgument, PolyquantError, UnknownFormat, UnreadableFile
-from polyquant.files.container import INDEX_SUFFIX, Container, open_container, read_small
+from polyquant.files.container import (
+    INDEX_SUFFIX,
+    Container,
+    open_container,
+    open_regular,
+    read_small,
+)
 from polyquant.files.strict_json import parse_object
 
 #: What a model folder is looked through for, best first: a name, or the only file of a suffix.
@@ -54,11 +60,8 @@ class Probe:
     @cached_property
     def head(self) -> bytes:
         """The first bytes, at most 256."""
-        try:
-            with open(self.file, "rb") as file:
-                return file.read(256)
-        except OSError as error:
-            raise UnreadableFile(path=self.file, reason=error.strerror or str(error)) from error
+        with open_regular(self.file) as file:
+            return file.read(256)
 
     @cached_property
     def container(self) -> Container | None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from polyquant.errors import InvalidName, UnsupportedDtype
 from polyquant.files.info import ARRAY_DTYPES, FILE_DTYPES, TensorInfo
 from polyquant.files.probe import CONFIG
-from polyquant.files.writing import PlannedWriter, Stored, laid_out
+from polyquant.files.writing import PlannedWriter, Stored, check_metadata, check_text, laid_out
 
 
 class StoredArray(NamedTuple):
@@ -84,10 +84,15 @@ def open_stored_writer(
 
     The quantization config is kept in the metadata, in place of another, so that the file alone can
     be read back.
-    Raises InvalidName where two arrays would have one name.
+    Raises InvalidName where two arrays would have one name, and for names and texts that no header
+    holds.
     """
+    check_metadata(metadata)
     arrays: dict[str, StoredArray] = {}
     for info in plan:
+        check_text(info.name, info.name, "a tensor's name")
+        if info.name == "__metadata__":
+            raise InvalidName(name=info.name, reason="a tensor cannot have that name")
         for array in layout(info) if info.scheme is not None else [_plain(info)]:
             if array.name in arrays:
                 reason = f"the array {array.name!r} would be of another tensor too"

@@ -136,6 +136,23 @@ class PlannedWriter:
         file.put_in_place()
 
 
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise InvalidName for what no file of texts holds."""
+    for key, text in metadata.items():
+        check_text(key, key, "a metadata key")
+        check_text(key, text, "the metadata under it")
+
+
+def check_text(name: Any, text: Any, what: str) -> None:
+    """Raise InvalidName for what is no text, or has half a character."""
+    if not isinstance(text, str):
+        raise InvalidName(name=name, reason=f"{what} is of type {type(text).__name__}, not text")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidName(name=name, reason=f"{what} is not valid Unicode ({error})") from None
+
+
 def kept_origin(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
     """What a format kept for itself in the metadata: objects by name; nothing where it is no such.
 

@@ -20,7 +20,15 @@ from polyquant.files.container import check_booleans, is_shape, map_file, releas
 from polyquant.files.facts import Facts
 from polyquant.files.info import ARRAY_DTYPES, TensorInfo
 from polyquant.files.probe import Probe
-from polyquant.files.writing import PlannedWriter, Stored, kept_origin, laid_out, member_of
+from polyquant.files.writing import (
+    PlannedWriter,
+    Stored,
+    check_metadata,
+    check_text,
+    kept_origin,
+    laid_out,
+    member_of,
+)
 from polyquant.formats.burnpack import cbor
 from polyquant.formats.burnpack.layout import (
     ALIGNMENT,
@@ -188,9 +196,14 @@ def _read_quantized(buffer: Any, start: int, info: TensorInfo) -> QTensor:
 def open_writer(
     path: Path, plan: Sequence[TensorInfo], metadata: Mapping[str, str] = MappingProxyType({})
 ) -> PlannedWriter:
-    """The writer of a file. Raises UnsupportedDtype for a tensor that Burn cannot hold."""
+    """The writer of a file.
+
+    Raises UnsupportedDtype for a tensor that Burn cannot hold, InvalidName for what is no text.
+    """
+    check_metadata(metadata)
     origin = kept_origin(metadata, ORIGIN)
     for info in plan:
+        check_text(info.name, info.name, "a tensor's name")
         reason = why_not_hold(info)
         if reason is not None:
             what = f"Tensor {info.name!r} of {path} ({reason})"

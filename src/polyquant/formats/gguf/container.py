@@ -24,7 +24,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from polyquant.errors import InvalidHeader, UnsupportedVersion
-from polyquant.files.container import ELEMENTS_LIMIT, map_file, release_pages
+from polyquant.files.container import (
+    ELEMENTS_LIMIT,
+    HEADER_LIMIT_BYTES,
+    map_file,
+    release_pages,
+)
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -133,7 +138,9 @@ class Reader:
         start = self.place
         if count > self.size - start:
             left = self.size - start
-            raise self.fail(f"needs {count} bytes for {what} at {start}, and {left} are left")
+            limit = ", as a header may have" if self.size == HEADER_LIMIT_BYTES else ""
+            reason = f"needs {count} bytes for {what} at {start}, and {left} are left"
+            raise self.fail(f"{reason} of {self.size}{limit}")
         self.place = start + count
         return start
 
@@ -192,7 +199,9 @@ class Reader:
         if inner in (STRING, ARRAY):
             least = 8 if inner == STRING else 12
             if count > (self.size - self.place) // least:
-                raise self.fail(f"claims an array of {count} items, more than the file holds")
+                raise self.fail(
+                    f"claims an array of {count} items, more than {self.size} bytes hold"
+                )
             for _ in range(count):
                 self.skip(inner, depth)
             return
@@ -205,6 +214,7 @@ class Reader:
 def open_gguf(path: Path) -> Gguf:
     """Map a file and read its header. Raises UnreadableFile, InvalidHeader, UnsupportedVersion."""
     size, buffer = map_file(path)
+    size = min(size, HEADER_LIMIT_BYTES)  # a sparse file has terabytes to be lost in
     reader = Reader(path, buffer, size, "<", 4)
     version = reader.number("I", "the version")
     if version & 0xFFFF == 0:  # a small number in the other byte order

@@ -16,7 +16,14 @@ from polyquant.arrays import HostArray
 from polyquant.errors import InvalidName, UnsupportedDtype
 from polyquant.files.assemble import numbers_of
 from polyquant.files.info import TensorInfo
-from polyquant.files.writing import PlannedWriter, Stored, kept_origin, laid_out, member_of
+from polyquant.files.writing import (
+    PlannedWriter,
+    Stored,
+    check_text,
+    kept_origin,
+    laid_out,
+    member_of,
+)
 from polyquant.formats.gguf.blocks import BLOCK_TYPES
 from polyquant.formats.gguf.container import (
     ALIGNMENT_LIMIT,
@@ -24,6 +31,7 @@ from polyquant.formats.gguf.container import (
     AXES_LIMIT,
     DEFAULT_ALIGNMENT,
     MAGIC,
+    NAME_LIMIT_BYTES,
     STRING,
     VALUE_TYPES,
     VERSIONS,
@@ -88,13 +96,15 @@ def open_writer(
     head += struct.pack(f"{order}I", version if version in VERSIONS else VERSIONS[-1])
     head += struct.pack(f"{order}QQ", len(plan), len(keys))
     types = member_of(origin, "types")
-    head += b"".join(_key(key, str(types.get(key, "string")), keys[key], order) for key in keys)
+    for key, text in keys.items():
+        usual = "u32" if key == "general.alignment" else "string"
+        head += _key(key, str(types.get(key, usual)), text, order)
     kinds = {info.name: _kind(info, origin, path) for info in plan}
     sizes = [(info.name, _size_bytes(info, kinds[info.name])) for info in plan]
     offsets = laid_out(sizes, 0, alignment)
     for info in plan:
         extents = struct.pack(f"{order}{len(info.shape)}Q", *reversed(info.shape))
-        head += _string(info.name, order) + struct.pack(f"{order}I", len(info.shape)) + extents
+        head += _name(info.name, order) + struct.pack(f"{order}I", len(info.shape)) + extents
         type_id = TYPE_IDS[kinds[info.name]]
         head += struct.pack(f"{order}IQ", type_id, offsets[info.name].start)
     head += bytes(-len(head) % alignment)
@@ -161,6 +171,14 @@ def _string(text: str, order: str) -> bytes:
     return struct.pack(f"{order}Q", len(raw)) + raw
 
 
+def _name(name: str, order: str) -> bytes:
+    """The name of a key or a tensor, such as readers take."""
+    check_text(name, name, "a name")
+    if not 1 <= len(name) <= NAME_LIMIT_BYTES:
+        raise InvalidName(name=name[:40], reason="a name has 1 to 2^16 characters")
+    return _string(name, order)
+
+
 def _key(key: str, type_text: str, text: str, order: str) -> bytes:
     """A key with its value, from the text that it has as metadata."""
     head, *rest = type_text.split(":")
@@ -169,7 +187,7 @@ def _key(key: str, type_text: str, text: str, order: str) -> bytes:
         made = _typed(value, [head, *rest], order)
     except (ValueError, TypeError, KeyError, struct.error, OverflowError) as error:
         raise InvalidName(name=key, reason=f"{text[:40]!r} is no {type_text} ({error})") from None
-    return _string(key, order) + struct.pack(f"{order}I", _TYPE_IDS_OF_KEYS[head]) + made
+    return _name(key, order) + struct.pack(f"{order}I", _TYPE_IDS_OF_KEYS[head]) + made
 
 
 def _typed(value: Any, types: Sequence[str], order: str) -> bytes:

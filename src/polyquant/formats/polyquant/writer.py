@@ -29,7 +29,7 @@ from polyquant.files.host import little_endian_bytes, to_host
 from polyquant.files.info import FILE_DTYPES, TensorInfo
 from polyquant.files.probe import as_path
 from polyquant.files.replace import Replacement
-from polyquant.files.writing import Place, PlannedWriter
+from polyquant.files.writing import Place, PlannedWriter, check_metadata, check_text
 from polyquant.formats.polyquant import manifest
 from polyquant.formats.polyquant.manifest import PENDING, file_parts
 from polyquant.qtensor import QTensor
@@ -351,18 +351,17 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
         wanted = "a mapping of texts, or None"
         raise InvalidArgument(name="metadata", wanted=wanted, got=metadata)
     found = dict(metadata or {})
-    for key, text in found.items():
+    for key in found:
         if key in manifest.RESERVED:
             raise InvalidName(name=key, reason="polyquant keeps that metadata key for itself")
-        _check_text(key, key, "a metadata key")
-        _check_text(key, text, "the metadata under it")
+    check_metadata(found)
     return found
 
 
 def _check_names(plan: Iterable[TensorInfo]) -> None:
     owners: dict[str, str] = {}
     for info in plan:
-        _check_text(info.name, info.name, "a tensor's name")
+        check_text(info.name, info.name, "a tensor's name")
         if info.name in ("", "__metadata__"):
             raise InvalidName(name=info.name, reason="a tensor cannot have that name")
         for part in file_parts(info):
@@ -370,12 +369,3 @@ def _check_names(plan: Iterable[TensorInfo]) -> None:
                 reason = f"{part.name!r} would be an array of both {owners[part.name]!r} and it"
                 raise InvalidName(name=info.name, reason=reason)
             owners[part.name] = info.name
-
-
-def _check_text(name: Any, text: Any, what: str) -> None:
-    if not isinstance(text, str):
-        raise InvalidName(name=name, reason=f"{what} is of type {type(text).__name__}, not text")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidName(name=name, reason=f"{what} is not valid Unicode ({error})") from None
