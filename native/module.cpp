@@ -291,7 +291,8 @@ class Matrix {
       k.pack_steps(codes, rows, i * 4, std::min(padded_rows, i * 4 + 4), kind, x);
     });
     std::atomic<bool> fine{true};
-    const int64_t lines = std::max<int64_t>(16, ceil_div(w_.lines, 16 * workers));
+    // Few tasks: each begins where nothing was asked for ahead.
+    const int64_t lines = std::max<int64_t>(16, ceil_div(w_.lines, 2 * workers));
     parallel_for(ceil_div(w_.lines, lines), workers, [&](int64_t i) {
       if (!k.dot8(w_, kind, x, rows, 0, i * lines, std::min(w_.lines, (i + 1) * lines), y))
         fine = false;
