@@ -31,8 +31,8 @@ from polyquant.scheme import QuantScheme
 from polyquant.values import QuantMode, QuantValue, ScaleDtype
 
 Array = Any
-#: Rows of x up to which float32 sums take fewer instructions than padding to sixteen for the tensor
-#: cores: of q4s/32 some 4 a value at one row, and one or two more for each other (compiled for sm_90).
+#: Rows of x up to which float32 sums are taken to beat padding to sixteen for the tensor cores: of
+#: q4s/32 they are some 4 instructions a value at one row (compiled for sm_90). Not yet measured.
 FEW_ROWS = 2
 #: Programs that fill a large GPU several times over, so that some wait while others compute.
 _PROGRAMS = 512
