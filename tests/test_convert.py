@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import polyquant as pq
 from peers import decoded, fixture, names
 from polyquant.cli.app import app
 from polyquant.errors import (
+    ChecksumMismatch,
     InvalidArgument,
     InvalidName,
     NotExact,
@@ -276,6 +278,55 @@ def test_a_stopped_conversion_goes_on(
     assert len(heard) == 4
     assert_same_values(sharded, out.parent)
     assert not out.with_name(f"{out.name}.progress").exists()
+
+
+@pytest.mark.parametrize("change", ["none", "a shard of the source", "a shard cut short"])
+def test_what_was_done_counts_while_it_is_as_it_was(
+    sharded: Path, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    out, real, seen = tmp_path / "out" / "n.safetensors.index.json", resumable.run_job, []
+
+    def counted(job: Any, on_done: Any) -> Any:
+        seen.append(job.number[0])
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return real(job, on_done)
+
+    monkeypatch.setattr(resumable, "run_job", counted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(sharded, out, "mlx:4bit", requantize=True)
+    if change == "a shard of the source":
+        os.utime(sharded / "m-00004-of-00004.safetensors", ns=(0, 0))
+    if change == "a shard cut short":
+        shard = out.with_name("n-00001-of-00004.safetensors")
+        shard.write_bytes(shard.read_bytes()[:-1])
+    finished = convert(sharded, out, "mlx:4bit", requantize=True)
+    assert seen[2:] == ([2, 3, 4] if change == "none" else [1, 2, 3, 4])
+    assert [done.conversion.name for done in finished] == [f"l{i}.weight" for i in range(4)]
+    assert all(done.quality and 0 < done.quality.relative_error < 0.2 for done in finished)
+
+
+def test_after_a_failure_no_further_shard_is_begun(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    pq.save(tmp_path / "m.safetensors", {f"t{i}": VALUES for i in range(40)}, shard_size_bytes=1)
+    first = tmp_path / "m-00001-of-00040.safetensors"
+    raw = bytearray(first.read_bytes())
+    raw[-1] ^= 1  # which a checksum notices
+    first.write_bytes(raw)
+    out = tmp_path / "out" / "n.safetensors.index.json"
+    with pytest.raises(ChecksumMismatch):
+        convert(tmp_path / "m.safetensors", out, "safetensors", jobs=2)
+    assert len(list(out.parent.glob("n-*.safetensors"))) < 20
+
+
+def test_no_part_of_the_input_is_overwritten(tmp_path: Path) -> None:
+    parts = [tmp_path / f"p-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        pq.save(tmp_path / "a.safetensors", {part.stem: VALUES})
+        convert(tmp_path / "a.safetensors", part, "gguf")
+    with pytest.raises(InvalidArgument, match="one of its files"):
+        convert(parts[0], parts[1], "gguf")
 
 
 def test_progress_of_another_plan_does_not_count(

@@ -27,8 +27,9 @@ from polyquant.formats import FORMATS, open_checkpoint
 from polyquant.formats.polyquant.manifest import RESERVED, checksum_of_form
 from polyquant.formats.polyquant.writer import ShardFile
 from polyquant.models.conversion import Conversion, Converted, convert
-from polyquant.models.shards import check_apart, open_writer, shards_of
+from polyquant.models.shards import check_apart, files_of, open_writer, shards_of
 from polyquant.models.targets import Target
+from polyquant.quality import Quality
 
 _SUFFIX = ".safetensors"
 
@@ -62,10 +63,23 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a shard: its tensors, and their checksums in polyquant's own form."""
+    """What became of a shard: its tensors, their checksums in polyquant's own form, its size."""
 
     finished: list[Converted]
     checksums: Mapping[str, str]
+    size_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """What another run needs to know of it."""
+        lossy = {d.conversion.name: d.quality.to_json() for d in self.finished if d.quality}
+        return {"checksums": self.checksums, "quality": lossy, "size_bytes": self.size_bytes}
+
+    @classmethod
+    def from_json(cls, job: Job, form: Mapping[str, Any]) -> Outcome:
+        """The inverse. Raises KeyError, TypeError for what is no such form."""
+        losses = {name: Quality(**facts) for name, facts in form["quality"].items()}
+        finished = [Converted(step, losses.get(step.name)) for step in job.steps]
+        return cls(finished, dict(form["checksums"]), form["size_bytes"])
 
 
 def run(
@@ -127,15 +141,12 @@ def _run_shards(
         raise InvalidArgument(name="jobs", wanted="at least 1", got=jobs)
     todo = _jobs(source, target, out, steps, calibration)
     check_apart(Probe(source.path), [out, *(job.path for job in todo)])
-    progress = _Progress(out, todo)
-    waiting = [job for job in todo if not progress.is_done(job)]
-    for job in todo:
-        if job not in waiting:
-            for step in job.steps:
-                on_done(Converted(step))
-    outcomes = {}
+    progress = _Progress(source, out, todo)
+    for outcome in progress.done.values():
+        for done in outcome.finished:
+            on_done(done)
+    waiting = [job for job in todo if job.path.name not in progress.done]
     for job, outcome in _outcomes(waiting, jobs, on_done):
-        outcomes[job.path.name] = outcome
         progress.add(job, outcome)
     _write_index(out, todo)
     if target.is_own:
@@ -144,7 +155,7 @@ def _run_shards(
         writer = target.open_writer(out, todo[0].whole, todo[0].metadata)
         write_config(source, out, writer.config)
     progress.remove()
-    return [done for outcome in outcomes.values() for done in outcome.finished]
+    return [done for job in todo for done in progress.done[job.path.name].finished]
 
 
 def _jobs(
@@ -179,11 +190,14 @@ def _outcomes(waiting: list[Job], jobs: int, on_done: Callable[[Converted], None
     context = multiprocessing.get_context("spawn")  # libraries with threads do not fork well
     with ProcessPoolExecutor(min(jobs, len(waiting)), mp_context=context) as pool:
         running = {pool.submit(run_job, job): job for job in waiting}
-        for future in as_completed(running):
-            outcome = future.result()
-            for done in outcome.finished:
-                on_done(done)
-            yield running[future], outcome
+        try:
+            for future in as_completed(running):
+                outcome = future.result()
+                for done in outcome.finished:
+                    on_done(done)
+                yield running[future], outcome
+        finally:  # leaving the pool after an error would wait for all that were not begun, too
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def run_job(job: Job, on_done: Callable[[Converted], None] = lambda done: None) -> Outcome:
@@ -203,18 +217,19 @@ def run_job(job: Job, on_done: Callable[[Converted], None] = lambda done: None) 
                 calibration=job.calibration,
                 on_done=on_done,
             )
-    return Outcome(finished, writer.checksums if job.target.is_own else {})
+    checksums = writer.checksums if job.target.is_own else {}
+    return Outcome(finished, checksums, os.stat(job.path).st_size)
 
 
 def _write_headers(todo: Sequence[Job], progress: _Progress) -> None:
     """Write into every shard the checksum of all."""
     sums: dict[str, str] = {}
     for job in todo:
-        sums |= progress.checksums(job)
+        sums |= progress.done[job.path.name].checksums
     checkpoint = checksum_of_form(sums)
     for job in todo:
         shard = ShardFile(job.path, [s.result for s in job.steps], job.number, job.metadata)
-        header = shard.header(progress.checksums(job), checkpoint)
+        header = shard.header(progress.done[job.path.name].checksums, checkpoint)
         try:
             with open(job.path, "r+b") as file:
                 file.write(header)
@@ -252,32 +267,34 @@ def _replace(path: Path, data: bytes) -> None:
 class _Progress:
     """Which shards of a plan are done; another plan's are not counted."""
 
-    def __init__(self, out: Path, todo: Sequence[Job]) -> None:
+    def __init__(self, source: Source, out: Path, todo: Sequence[Job]) -> None:
         self._path = out.with_name(f"{out.name}.progress")
         facts = [(job.path.name, str(job.target), str(job.steps), job.calibration) for job in todo]
-        file = Probe(todo[0].source.path).file if todo else None
-        source = None if file is None else (str(file), os.stat(file).st_mtime_ns)
-        self._plan = hashlib.sha256(repr((facts, source)).encode()).hexdigest()
-        self._done: dict[str, Mapping[str, str]] = {}
+        probe = Probe(source.path, source.config, source.format)
+        files = [(str(file), os.stat(file).st_mtime_ns) for file in files_of(probe)]
+        told = (files, source.format, str(probe.quantization), [job.metadata for job in todo[:1]])
+        self._plan = hashlib.sha256(repr((facts, told)).encode()).hexdigest()
+        #: By the name of the shard: those that are there, and as large as they were written.
+        self.done: dict[str, Outcome] = {}
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
-            if found["plan"] == self._plan:
-                self._done = dict(found["done"])
-        except (OSError, ValueError, KeyError, TypeError):  # none, or none of ours: begin anew
-            self._done = {}
-
-    def is_done(self, job: Job) -> bool:
-        """Whether a shard of this plan is there."""
-        return job.path.name in self._done and job.path.is_file()
-
-    def checksums(self, job: Job) -> dict[str, str]:
-        """Of a shard's tensors, in polyquant's own form."""
-        return dict(self._done[job.path.name])
+            noted = found["done"] if found["plan"] == self._plan else {}
+            outcomes = {
+                j.path: Outcome.from_json(j, noted[j.path.name])
+                for j in todo
+                if j.path.name in noted
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none of ours
+            outcomes = {}
+        for path, outcome in outcomes.items():
+            if path.is_file() and os.stat(path).st_size == outcome.size_bytes:
+                self.done[path.name] = outcome
 
     def add(self, job: Job, outcome: Outcome) -> None:
         """Note that a shard is done."""
-        self._done[job.path.name] = outcome.checksums
-        _replace(self._path, json.dumps({"plan": self._plan, "done": self._done}).encode())
+        self.done[job.path.name] = outcome
+        noted = {name: each.to_json() for name, each in self.done.items()}
+        _replace(self._path, json.dumps({"plan": self._plan, "done": noted}).encode())
 
     def remove(self) -> None:
         """All is done."""

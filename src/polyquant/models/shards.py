@@ -11,6 +11,7 @@ from polyquant.files.container import INDEX_SUFFIX
 from polyquant.files.info import TensorInfo
 from polyquant.files.probe import Probe
 from polyquant.formats import Writer
+from polyquant.formats.gguf import parts_of
 from polyquant.formats.polyquant.manifest import RESERVED
 
 _SUFFIX = ".safetensors"
@@ -48,18 +49,24 @@ def _shards(probe: Probe, names: Sequence[str]) -> list[list[str]]:
     if probe.container is None:
         return [list(names)]
     places = {name: file.path.name for name, file in probe.container.places.items()}
-    place_of = {name: places.get(name) or _place_of_part(name, places) for name in names}
+    parts = _places_of_stems(places)
+    last = min(places.values(), default="")
+    place_of = {
+        name: places.get(name) or parts.get(name) or parts.get(name.removesuffix(".weight"), last)
+        for name in names
+    }
     files = sorted({place_of[name] for name in names})
     return [[name for name in names if place_of[name] == file] for file in files]
 
 
-def _place_of_part(name: str, places: Mapping[str, str]) -> str:
-    """The file of the first array of a tensor that other tools store as several."""
-    for stem in (name, name.removesuffix(".weight")):
-        for array, place in places.items():
-            if array.startswith((f"{stem}.", f"{stem}_")):
-                return place
-    return min(places.values())
+def _places_of_stems(places: Mapping[str, str]) -> dict[str, str]:
+    """By all that a name begins with, up to a dot or a line: the file of the first such array. Of
+    a tensor that other tools store as several arrays, that is the file of its first part."""
+    found: dict[str, str] = {}
+    for array, place in places.items():
+        for end in (at for at, character in enumerate(array) if character in "._"):
+            found.setdefault(array[:end], place)
+    return found
 
 
 def _shard_paths(path: Path, count: int) -> list[Path]:
@@ -67,11 +74,17 @@ def _shard_paths(path: Path, count: int) -> list[Path]:
     return [path.with_name(f"{stem}-{i + 1:05}-of-{count:05}{_SUFFIX}") for i in range(count)]
 
 
+def files_of(probe: Probe) -> list[Path]:
+    """All files of a checkpoint: an index and what it names, the parts of a GGUF, or the one."""
+    container = probe.container
+    if container is not None:
+        return [*dict.fromkeys([probe.file, *(file.path for file in container.files)])]
+    return parts_of(probe.file)
+
+
 def check_apart(probe: Probe, written: Iterable[Path]) -> None:
     """Refuse to replace a file that is being read."""
-    container = probe.container
-    sources = {probe.file, *(file.path for file in (container.files if container else ()))}
-    inputs = {path.resolve() for path in sources}
+    inputs = {path.resolve() for path in files_of(probe)}
     for path in written:
         if path.resolve() in inputs:
             wanted = f"another file than the input ({path.name} is one of its files)"
