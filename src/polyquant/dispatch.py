@@ -246,11 +246,17 @@ def _in_words(operand: Any) -> str:
 
 
 def _fix(first: tuple[str, Any, str], second: tuple[str, Any, str]) -> str:
-    """The one call that mends a mismatch: move a quantized operand to the other's device."""
-    for (role, operand, _), (_, _, target) in ((second, first), (first, second)):
+    """The one call that mends a mismatch: move a quantized operand to the other's device.
+
+    What is traced has no values to move.
+    """
+    ways = ((second, first), (first, second))
+    movable = [way for way in ways if _are_placed(_place(*way[0][:2])[0], way[0][1])] or ways
+    for (role, operand, _), (_, _, target) in movable:
         if isinstance(operand, QTensor):
             return f"call {role}.to({target!r})"
-    return f"bring {second[0]} to {first[2]!r} with its own library"
+    (role, _, _), (_, _, target) = movable[0]
+    return f"bring {role} to {target!r} with its own library"
 
 
 def facts_of(operand: Any) -> Hashable:

@@ -100,3 +100,34 @@ def test_the_device_is_that_of_the_leaves() -> None:
     assert (q.device, moved.device) == ("numpy", "jax:cpu:0")
     assert jax.device_get(moved).device == "numpy"
     assert jax.device_get(moved).to_data() == q.to_data()
+
+
+def test_jax_may_have_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with JAX_PLATFORMS=cuda: there is the default platform alone."""
+    devices = jax.devices()
+
+    def found(platform: str | None = None) -> Any:
+        if platform == "cpu":
+            raise RuntimeError("Unknown backend cpu. Available backends are ['cuda']")
+        return devices
+
+    monkeypatch.setattr(jax, "devices", found)
+    q = make("nf4", (4, 64))
+    assert q.to("numpy").to("jax").to_data() == q.to_data()
+
+
+def test_leaves_that_jax_wraps_are_its_arrays() -> None:
+    """custom_jvp and custom_vjp hand over NumPy's arrays in a class of JAX's own."""
+    q, x = make("nf4", (4, 64)), jax.numpy.ones((2, 64))
+    seen = []
+
+    @jax.custom_jvp
+    def run(x: Any, q: Any) -> Any:
+        seen.append(q)
+        return x @ q.mT
+
+    run.defjvp(lambda primals, changes: (run(*primals), changes[0] @ primals[1].mT))
+    np.testing.assert_allclose(run(x, q.to("numpy")), x @ q.mT, rtol=1e-6)
+    passed = jax.grad(lambda x: run(x, q.to("numpy")).sum())(x)
+    np.testing.assert_allclose(passed, jax.numpy.ones((2, 4)) @ q.dequantize(), rtol=1e-5)
+    assert all(isinstance(each.table, jax.Array) for each in seen)

@@ -104,3 +104,20 @@ def test_integers_and_shapes_are_refused_under_tracing_too() -> None:
         jax.jit(lambda x: pqj.fake_quantize(x, "q4s"))(X.astype("int32"))
     with pytest.raises(errors.AlreadyQuantized):
         pqj.fake_quantize(q, "q4s")
+
+
+def test_what_is_traced_is_not_what_the_message_moves() -> None:
+    """It has no values: the operand that has some is brought to it."""
+    x, host = np.ones((5, 32), np.float32), weight().to("numpy")
+    with pytest.raises(errors.BackendMismatch, match="bring a to 'jax:cpu:0' with"):
+        jax.jit(lambda q: pq.matmul(x, q.T))(weight())
+    with pytest.raises(errors.BackendMismatch, match=r"call a\.to\('jax:cpu:0'\)"):
+        jax.jit(lambda q: pq.matmul(host, q.T))(weight())
+
+
+def test_arrays_that_are_not_of_jax_are_refused_by_name() -> None:
+    with pytest.raises(errors.InvalidArgument, match=r"an array of JAX.*numpy\.ndarray"):
+        pqj.fake_quantize(np.ones((5, 32), np.float32), "q4s")
+    shapes = jax.eval_shape(lambda q: q, weight())
+    with pytest.raises(errors.NotAnArray, match="ShapeDtypeStruct"):
+        X @ shapes.T

@@ -299,3 +299,18 @@ def test_an_array_elsewhere_is_refused_and_the_fix_works(mesh: Mesh) -> None:
     wanted = whole(x @ q.T)
     for found in (x @ placed.to("jax:cpu:0").T, there @ q.to("jax:cpu:0-7").T, there @ placed.T):
         np.testing.assert_allclose(whole(found), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("chosen", [lambda: jax.devices()[3], lambda: "cpu"])
+def test_what_has_no_device_counts_as_on_the_default_one(chosen: Any) -> None:
+    found, x = [], np.ones((2, COLUMNS), np.float32)
+
+    @jax.jit
+    def run(x: Any) -> Any:
+        found.append(pq.device_of(x))
+        return pq.quantize(x, "nf4")
+
+    with jax.default_device(chosen()):
+        made, moved = run(x), pq.quantize(x, "nf4").to("jax")
+        lies = pq.device_of(jnp.ones(1))
+    assert [made.device, moved.device, *found] == [lies] * 3

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from polyquant import ops
 from polyquant.blocks import merge, split
+from polyquant.errors import InvalidArgument
 from polyquant.inputs import check_float
 from polyquant.jax.derivatives import Decoded, decoded, given, values
 from polyquant.qtensor import QTensor
@@ -50,6 +51,9 @@ def fake_quantize(
             ``1 / sqrt(n * q)``, for blocks of n values and the highest code q.
     """
     check_float("x", x)
+    if not isinstance(x, jax.Array):
+        wanted = "an array of JAX (jax.numpy.asarray makes one)"
+        raise InvalidArgument(name="x", wanted=wanted, got=type(x))
     named = {"scales": scales, "offsets": offsets, "table": table}
     learned = {name: each for name, each in named.items() if isinstance(each, jax.Array)}
     fixed = {name: each for name, each in named.items() if name not in learned}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -28,13 +29,21 @@ def _name(device: Any) -> str:
     return f"jax:{device.platform}:{device.id}"
 
 
+def _default() -> str:
+    """Where JAX puts what has no device: as jax.default_device says, else on its first."""
+    chosen = jax.config.jax_default_device  # None, a device, or a platform's name
+    if chosen is None or isinstance(chosen, str):
+        chosen = jax.local_devices(backend=chosen)[0]
+    return _name(chosen)
+
+
 def _device_of(array: Any) -> str:
     """The device that holds an array; of one over several, all of them, as "jax:cpu:0-7".
 
     A tracer counts as on the default device.
     """
     if isinstance(array, jax.core.Tracer):
-        return _name(jax.devices()[0])
+        return _default()
     found = array.devices()
     if len(found) == 1:
         return _name(next(iter(found)))
@@ -55,7 +64,7 @@ def _canonical_device(device: str) -> str:
     _, _, rest = device.partition(":")
     kind, _, index = rest.partition(":")
     if not kind:
-        return _devices()[0]
+        return _default()
     several = "," in index or "-" in index
     names = [f"jax:{kind}:{i}" for i in (_ids(index) if several else (index or 0,))]
     if len(set(names)) < len(names) or not names or not set(names) <= set(_devices()):
@@ -77,8 +86,11 @@ def _devices() -> tuple[str, ...]:
 
 
 def _found() -> dict[str, Any]:
-    """JAX's devices by name: the default platform's first, then the CPU's, which it always has."""
-    return {_name(device): device for device in (*jax.devices(), *jax.devices("cpu"))}
+    """JAX's devices by name: the default platform's first, then the CPU's."""
+    found = jax.devices()
+    with suppress(RuntimeError):  # JAX_PLATFORMS can leave the CPU out
+        found = [*found, *jax.devices("cpu")]
+    return {_name(device): device for device in found}
 
 
 def _to_host(array: Any) -> HostArray:
@@ -115,6 +127,8 @@ def _put(line: Any, positions: Any, values: Any, add: bool) -> Any:
 
 def _is_transformed(array: Any) -> bool:
     """Whether JAX itself must see what is done: it traces the array, or splits it over devices."""
+    if not isinstance(array, jax.Array):  # a shape, or an array of another library
+        return False
     return _is_traced(array) or len(array.sharding.device_set) > 1
 
 

@@ -122,9 +122,16 @@ def _flatten_with_keys(q: QTensor) -> tuple[Any, Static]:
     return tuple(zip(_KEYS, arrays, strict=True)), described
 
 
+def _of_jax(leaf: Any) -> Any:
+    """A leaf as an array of JAX, where it is what JAX made of NumPy's (under jax.custom_jvp)."""
+    name = type(leaf).__module__.partition(".")[0]
+    is_other = name != "jax" or isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__")
+    return leaf if is_other else jax.numpy.asarray(leaf)
+
+
 def _unflatten(described: Static, arrays: Any) -> QTensor:
     """JAX also passes placeholders instead of arrays, so nothing is validated here."""
-    *parts, groups = arrays
+    *parts, groups = map(_of_jax, arrays)
     shape, axes = described.extents(parts[0])
     return from_fields(described.scheme, shape, *parts, axes, _device_of(parts[0]), groups)
 
