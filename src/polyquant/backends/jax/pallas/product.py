@@ -331,14 +331,19 @@ def _dots(
 
 
 def default_tiles(m: int, n: int, line: int, codes: Codes) -> Tiles:
-    """The tiles of a product of m rows of x with a weight of n lines of so many bytes."""
+    """The tiles of a product of m rows of x with a weight of n lines of so many bytes.
+
+    They were measured at 8192 x 8192 (benchmarks/results/jax_gpu.json).
+    """
     if m <= FEW_ROWS:
-        return Tiles(rows=4, line=2048)
+        return Tiles(rows=2 if codes.looks_up or codes.bits == 8 else 4, line=2048)
     rows, step = 64, 16 * codes.bits
-    most = max(1, min(_PROGRAMS * rows // n, line // (2 * step), 8))
+    # With so few rows the weight is better the right operand; what is looked up spills then.
+    left = m > 16 or codes.looks_up
+    most = max(1, min(_PROGRAMS * rows // n, line // (2 * step), 8 if left else 4))
     slices = 1 << (most.bit_length() - 1)
     stages = 1 if codes.looks_up else 3  # entries looked up must not wait in shared memory
-    return Tiles(rows, step, slices, stages=stages, dots=True)
+    return Tiles(rows, step, slices, stages=stages, dots=True, left=left)
 
 
 def matmul(

@@ -168,11 +168,6 @@ AS_INT8 = tuple(v for v in QuantValue if not v.is_float and v.is_signed and v.bi
 AS_E4M3 = (QuantValue.E4M3, QuantValue.E2M1, *(v for v in AS_INT8 if v.bits <= 4))
 
 
-#: The shortest block along k, and the rows of the left operand above which dequantizing both for
-#: cuBLAS is quicker (8192 x 8192, H200).
-_MOST_BLOCKWISE = ((64, 64), (32, 16))
-
-
 def why_not_blockwise(problem: Problem, values: tuple[QuantValue, ...]) -> str | None:
     """Why ``blockwise.py`` cannot multiply codes of ``values``, or None."""
     if problem.layout != ((0, 1), (1, 0)):
@@ -189,16 +184,4 @@ def why_not_blockwise(problem: Problem, values: tuple[QuantValue, ...]) -> str |
         block = scheme.block
         if block is not None and (len(block) > 2 or (block[-1] != -1 and block[-1] % 32)):
             return "its blocks must be of whole 32 values along the axis that is summed"
-    shortest = min(_shortest(s) for s in (problem.a, problem.b) if isinstance(s, QuantScheme))
-    most = next(m for extent, m in _MOST_BLOCKWISE if shortest >= extent)
-    if problem.m > most:
-        return (
-            f"it is for up to {most} rows beside blocks of {shortest}; more are quicker by cuBLAS"
-        )
     return None
-
-
-def _shortest(scheme: QuantScheme) -> int:
-    """Values along the last axis that surely share a scale: a power of two."""
-    extent = -1 if scheme.block is None else scheme.block[-1]
-    return _WHOLE_ROW if extent == -1 else extent & -extent

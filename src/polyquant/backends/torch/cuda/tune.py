@@ -19,7 +19,7 @@ from polyquant.qtensor import QTensor
 from polyquant.scheme import scheme as as_scheme
 
 #: One scheme for each way of decoding that has a speed of its own.
-SCHEMES = ("q4s-32", "nf4", "mxfp4", "q8s-row", "fp8-row", "q2s/64:f16")
+SCHEMES = ("q4s-32", "nf4", "mxfp4", "q8s-row", "fp8-row", "q2s/64:f16", "q3s/64:f16")
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192))
 ROWS_OF_X = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 #: Bytes of the copies of a weight, so that none is found in a cache, and replays of each graph.
