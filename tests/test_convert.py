@@ -317,7 +317,7 @@ def test_after_a_failure_no_further_shard_is_begun(tmp_path: Path) -> None:
     out = tmp_path / "out" / "n.safetensors.index.json"
     with pytest.raises(ChecksumMismatch):
         convert(tmp_path / "m.safetensors", out, "safetensors", jobs=2)
-    assert len(list(out.parent.glob("n-*.safetensors"))) < 20
+    assert len(list(out.parent.glob("n-*.safetensors"))) < 10
 
 
 def test_no_part_of_the_input_is_overwritten(tmp_path: Path) -> None:

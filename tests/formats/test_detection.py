@@ -129,3 +129,18 @@ def test_configs_that_are_none(config: Any, saved: Path) -> None:
 def test_paths_that_are_none(path: Any) -> None:
     with pytest.raises(InvalidArgument, match="path"):
         pq.open_checkpoint(path)
+
+
+@pytest.mark.parametrize("format", ["mlx", "hqq", "bitsandbytes", "torchao", "quanto", "gemma"])
+@pytest.mark.parametrize("config", [None, {"quant_method": "bitsandbytes"}])
+def test_parts_of_weights_are_not_handed_out_as_arrays(
+    format: str, config: Any, tmp_path: Path
+) -> None:
+    pq.save(tmp_path / "own.safetensors", {"l.qweight": np.zeros((4, 8), np.int32)})
+    assert pq.open_checkpoint(tmp_path / "own.safetensors")["l.qweight"].shape == (4, 8)
+    header = json.dumps({"l.qweight": {"dtype": "I32", "shape": [1, 1], "data_offsets": [0, 4]}})
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+    with pytest.raises(UnknownFormat, match=r"'l\.qweight' is a part"):
+        pq.open_checkpoint(path, format=None if config else format, config=config)
+    assert list(pq.open_checkpoint(path, format="safetensors")) == ["l.qweight"]

@@ -21,6 +21,7 @@ from polyquant.files.host import owned, to_device
 from polyquant.files.info import TensorInfo
 from polyquant.files.probe import Probe
 from polyquant.formats.polyquant.writer import Writer
+from polyquant.formats.safetensors import part_of_quantized
 from polyquant.qtensor import QTensor
 
 __all__ = ["FORMATS", "Checkpoint", "TensorInfo", "Writer", "load", "open_checkpoint", "save"]
@@ -92,7 +93,14 @@ def open_checkpoint(
         known = ", ".join(FORMATS)
         raise UnknownName(what="format", got=format, known=known, nearest=near[0])
     probe = Probe(path, config, format)
-    opened: Checkpoint = import_module(FORMATS[_format_of(probe)]).open_checkpoint(probe)
+    found = _format_of(probe)
+    opened: Checkpoint = import_module(FORMATS[found]).open_checkpoint(probe)
+    part = None if found in (*_SELF_DESCRIBING, _LAST) else part_of_quantized(probe)
+    if part in opened and not any(opened.schemes().values()):
+        reason = (
+            f"{found} finds nothing quantized in it, and {part!r} is a part of some such weight"
+        )
+        raise UnknownFormat(path=probe.path, reason=reason, known=", ".join(FORMATS))
     return opened
 
 

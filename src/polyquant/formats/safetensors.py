@@ -50,15 +50,22 @@ def why_not(probe: Probe) -> str | None:
     ask = 'format="safetensors" reads its arrays as they are'
     if probe.method is not None:
         return f"its config has the quant_method {probe.method!r}; {ask}"
-    is_mlx = any(file.metadata.get("format") == "mlx" for file in probe.container.files)
-    endings = (*_QUANTIZED, ".scales") if is_mlx else _QUANTIZED
-    found = next((n for n in probe.container.places if n.endswith(endings)), None)
+    found = part_of_quantized(probe)
     if found is None:
         return None
     return (
         f"{found!r} looks like a part of a quantized weight, and no config says of which format; "
         f"pass config= (or put the model's config.json beside it), or format=; {ask}"
     )
+
+
+def part_of_quantized(probe: Probe) -> str | None:
+    """The name of an array that is plainly a part of a quantized weight, if there is one."""
+    if probe.container is None:
+        return None
+    is_mlx = any(file.metadata.get("format") == "mlx" for file in probe.container.files)
+    endings = (*_QUANTIZED, ".scales") if is_mlx else _QUANTIZED
+    return next((n for n in probe.container.places if n.endswith(endings)), None)
 
 
 def open_checkpoint(probe: Probe) -> Checkpoint:

@@ -12,8 +12,9 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -189,15 +190,18 @@ def _outcomes(waiting: list[Job], jobs: int, on_done: Callable[[Converted], None
         return
     context = multiprocessing.get_context("spawn")  # libraries with threads do not fork well
     with ProcessPoolExecutor(min(jobs, len(waiting)), mp_context=context) as pool:
-        running = {pool.submit(run_job, job): job for job in waiting}
-        try:
-            for future in as_completed(running):
-                outcome = future.result()
+        running: dict[Future[Outcome], Job] = {}
+        left = iter(waiting)
+        while True:
+            # No more than can run: what is in the pool's queue is done even after an error.
+            running |= {pool.submit(run_job, job): job for job in islice(left, jobs - len(running))}
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, outcome = running.pop(future), future.result()
                 for done in outcome.finished:
                     on_done(done)
-                yield running[future], outcome
-        finally:  # leaving the pool after an error would wait for all that were not begun, too
-            pool.shutdown(wait=False, cancel_futures=True)
+                yield job, outcome
 
 
 def run_job(job: Job, on_done: Callable[[Converted], None] = lambda done: None) -> Outcome:
