@@ -12,7 +12,7 @@ import ctypes
 import math
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -98,64 +98,122 @@ def matmul(x: torch.Tensor, weight: QTensor, dtype: torch.dtype) -> torch.Tensor
 def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | None) -> None:
     """``y = x @ weight``, x (batch, m, k) or (m, k), by the given tiles or the table's."""
     x, y = (x[None], y[None]) if x.ndim == 2 else (x, y)
-    (batch, m, k), n = x.shape, y.shape[2]
-    planes, device = PLANES[x.dtype], x.device.index or 0
+    batch, m, k = x.shape
+    key = (batch, m, x.dtype, y.dtype, tiles)
+    known = _launches(weight)
+    launch = known.get(key)
+    if launch is None:
+        launch = _launch_of(weight, batch, m, (x.dtype, y.dtype, x.device.index or 0), tiles)
+        if launch.of_weight:
+            if len(known) >= _MOST_LAUNCHES:
+                known.clear()
+            known[key] = launch
+    chosen = launch.tiles
+    if chosen.wide:
+        entering = _arranged(x, chosen.chunk, launch.is_natural)
+    else:
+        entering = decode.split_planes(x.reshape(-1, k)) if launch.planes > 1 else _aligned(x)
+    argument = _Operands.from_buffer_copy(launch.argument)
+    argument.x, argument.y = entering.data_ptr(), y.data_ptr()
+    nvrtc.launch(launch.plan.function, launch.plan.grid, argument, early=launch.plan.early)
+
+
+class _Launch(NamedTuple):
+    """What is known of a product before ``x`` and ``y`` are: the argument without them, and the
+    arrays that it points into. ``of_weight``: these are the weight's own, so it may be kept."""
+
+    plan: _Plan
+    argument: _Operands
+    tiles: Tiles
+    planes: int
+    is_natural: bool
+    arrays: tuple[torch.Tensor | None, ...]
+    of_weight: bool
+
+
+#: Launches that a weight keeps.
+_MOST_LAUNCHES = 64
+
+
+def _launches(weight: QTensor) -> dict[Any, _Launch]:
+    """Those that were made of a weight."""
+    found = weight._prepared
+    if found is None:
+        found = {}
+        object.__setattr__(weight, "_prepared", found)
+    return cast("dict[Any, _Launch]", found)
+
+
+def _launch_of(
+    weight: QTensor,
+    batch: int,
+    m: int,
+    place: tuple[torch.dtype, torch.dtype, int],
+    tiles: Tiles | None,
+) -> _Launch:
+    """A launch for ``batch`` times ``m`` rows; ``place``: dtypes of x and y, and the device."""
+    k, n = weight.shape[-2:]
     kind, by_n = kind_of(weight.scheme), weight.axes[-1] == weight.ndim - 1
-    bits, number = weight.scheme.bits, 0
-    if kind is not None:
-        bits, number = kind.bits, kind.number
-    if by_n:
-        tiles = tiles or columns_of(bits, m, n, torch.cuda.get_device_capability(device))
-    else:
-        tiles = tiles or tiles_of(number, bits, m * planes, n, k, device)
-        tiles = _fitting(tiles, weight.scheme, x.dtype, device)
-    if tiles.wide:
-        entering = _arranged(x, tiles.chunk, kind is not None and kind.is_natural)
-        x_bytes = entering.stride(0) * 2
-    else:
-        entering = decode.split_planes(x.reshape(-1, k)) if planes > 1 else _aligned(x)
-        x_bytes = m * planes * entering.shape[-1] * 2
+    planes = PLANES[place[0]]
+    tiles = _tiles_for(weight, m, place, tiles)
     codes = weight.data
-    if codes.data_ptr() % 4 or not (
-        codes.is_contiguous() or (codes.ndim, codes.stride(-1)) == (2, 1)
-    ):
+    in_lines = codes.is_contiguous() or (codes.ndim == 2 and codes.stride(1) == 1)
+    if codes.data_ptr() % 4 or not in_lines:
         codes = codes.clone(memory_format=torch.contiguous_format)
     scales = _grid(weight.scales, weight.scheme.scale, batch)
     offset = weight.scheme.offset
     offsets = None if offset is None else _grid(weight.offsets, offset.dtype, batch)
+    none = _Grid(codes, 0, 0, 0)
     plan = _plan(
         weight.scheme,
         (weight.stored_shape, by_n, batch, m * planes),
-        (x.dtype, y.dtype, device),
-        (scales.kind, _step_of(scales), 0 if offsets is None else offsets.kind),
-        (
-            _step(codes.data_ptr() | codes.stride(-2)),
-            1 if offsets is None else _step_of(offsets),
-        ),
+        place,
+        (scales.kind, _step_of(scales), (offsets or none).kind),
+        (_step(codes.data_ptr() | codes.stride(-2)), 1 if offsets is None else _step_of(offsets)),
         tiles,
     )
+    if tiles.wide:
+        xk = 64
+        x_bytes = -(-k // tiles.chunk) * tiles.chunk * (-(-m // 8) * 8) * 2
+    else:
+        xk = -(-k // 8) * 8
+        x_bytes = m * planes * xk * 2
+    arrays = (
+        codes,
+        scales.array,
+        None if offsets is None else offsets.array,
+        weight.tensor_scale,
+        weight.table,
+    )
+    strides = (codes.stride(-2), scales.stride, (offsets or none).stride)
+    each = codes.stride(-2) * codes.shape[-2] if batch > 1 else 0
+    batches = (x_bytes, each, scales.batch, (offsets or none).batch)
     argument = _Operands(
-        entering.data_ptr(),
-        codes.data_ptr(),
-        scales.array.data_ptr(),
-        0 if offsets is None else offsets.array.data_ptr(),
-        0 if weight.tensor_scale is None else weight.tensor_scale.data_ptr(),
-        0 if weight.table is None else weight.table.data_ptr(),
-        y.data_ptr(),
-        codes.stride(-2),
-        scales.stride,
-        0 if offsets is None else offsets.stride,
-        x_bytes,
-        codes.stride(-2) * codes.shape[-2] if batch > 1 else 0,
-        scales.batch,
-        0 if offsets is None else offsets.batch,
-        m * planes,
-        n,
-        k,
-        entering.shape[-1],
+        0,
+        *(0 if array is None else array.data_ptr() for array in arrays),
+        0,
+        *strides,
+        *batches,
+        *(m * planes, n, k, xk),
         *plan.numbers,
     )
-    nvrtc.launch(plan.function, plan.grid, argument, early=plan.early)
+    own = (weight.data, weight.scales, weight.offsets)
+    of_weight = all(mine is its for mine, its in zip(arrays[:3], own, strict=True))
+    is_natural = kind is not None and kind.is_natural
+    return _Launch(plan, argument, tiles, planes, is_natural, arrays, of_weight)
+
+
+def _tiles_for(
+    weight: QTensor, m: int, place: tuple[torch.dtype, torch.dtype, int], given: Tiles | None
+) -> Tiles:
+    """The tiles given, or those of the table, as far as the product allows."""
+    (k, n), kind = weight.shape[-2:], kind_of(weight.scheme)
+    bits, number = (weight.scheme.bits, 0) if kind is None else (kind.bits, kind.number)
+    entering, _, device = place
+    if weight.axes[-1] == weight.ndim - 1:
+        return given or columns_of(bits, m, n, torch.cuda.get_device_capability(device))
+    tiles = given or tiles_of(number, bits, m * PLANES[entering], n, k, device)
+    return _fitting(tiles, weight.scheme, entering, device)
 
 
 @lru_cache(maxsize=4096)
