@@ -70,6 +70,6 @@ def config_of(text: str | None) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         wanted = f"a path, or JSON ({error})"
         raise InvalidArgument(name="--config", wanted=wanted, got=text) from error

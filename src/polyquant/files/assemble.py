@@ -35,7 +35,7 @@ def assemble(
     A named table may be left out. Raises what QTensor raises for parts that do not fit.
     """
     order = tuple(range(len(shape))) if axes is None else tuple(axes)
-    made = {}
+    made: dict[str, HostArray] = {}
     for part in parts(scheme, stored_shape(shape, order)):
         prefix, _, kind = part.name.rpartition(".")
         dotted = f"{prefix}." if prefix else ""
@@ -44,6 +44,9 @@ def assemble(
             lines = math.prod(part.shape[:-1])
             length = fields.size // lines if lines else 0
             _check_size(scheme, shape, part.name, fields, lines * length)
+            if not lines:  # whose length no field tells
+                made[part.name] = np.zeros(part.shape, np.uint8)
+                continue
             fields = fields.reshape(*part.shape[:-1], length)
             made[part.name] = pack(np, fields, part.scheme.value, part.scheme.store)
         elif kind == "table" and part.name not in numbers:

@@ -82,8 +82,8 @@ def open_stored_writer(
 ) -> PlannedWriter:
     """The writer of a file: quantized tensors by ``layout`` and ``encode``, arrays as they are.
 
-    The quantization config is kept in the metadata, in place of another, so that the file alone can
-    be read back.
+    The quantization config (of a plan without quantized tensors it may be empty) is kept in the
+    metadata, in place of another, so that the file alone can be read back.
     Raises InvalidName where two arrays would have one name, and for names and texts that no header
     holds.
     """
@@ -101,7 +101,10 @@ def open_stored_writer(
     ordered = sorted(arrays.values(), key=lambda array: -FILE_DTYPES[array.code].bits)
     sizes = [(array.name, array.nbytes) for array in ordered]
     offsets = laid_out(sizes, 0)
-    header: dict[str, Any] = {"__metadata__": dict(metadata) | {CONFIG: json.dumps(config)}}
+    said = {CONFIG: json.dumps(config)} if config else {}
+    header: dict[str, Any] = {
+        "__metadata__": {k: v for k, v in metadata.items() if k != CONFIG} | said
+    }
     for array in ordered:
         place = offsets[array.name]
         header[array.name] = {

@@ -244,6 +244,8 @@ def why_not_hold(info: TensorInfo) -> str | None:
     scheme = info.scheme
     if scheme is None:
         return plain_why_not(info)
+    if 0 in info.shape:
+        return "it has no elements"
     if info.axes != tuple(range(len(info.shape))) or not info.shape:
         return "its axes are stored in another order"
     if str(scheme) == VARIANTS["int8"]:

@@ -401,6 +401,8 @@ def why_not_hold(info: TensorInfo) -> str | None:
     scheme = info.scheme
     if scheme is None:
         return plain_why_not(info)
+    if 0 in info.shape:
+        return "it has no elements"
     if not info.name.endswith(".weight") or len(info.shape) != 2 or info.axes != (0, 1):
         return "it is not the weight of a linear layer, its rows stored in order"
     if not has_whole_groups(info):
@@ -467,7 +469,7 @@ def open_writer(
         layout=_layout,
         encode=_encode,
         metadata={**metadata, "format": "pt"},
-        config=config,
+        config=config if groups else {},
     )
 
 

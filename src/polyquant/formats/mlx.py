@@ -171,6 +171,8 @@ def why_not_hold(info: TensorInfo) -> str | None:
     scheme = info.scheme
     if scheme is None:
         return plain_why_not(info)
+    if 0 in info.shape:
+        return "it has no elements"
     if not info.name.endswith(".weight") or len(info.shape) < 2:
         return "it is not the weight of a module"
     if info.axes != tuple(range(len(info.shape))):
