@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from polyquant.arrays import backend_of
 from polyquant.backends.jax import BACKEND  # and JAX is told how a QTensor is taken apart
+from polyquant.backends.jax.pytree import PARTS
 from polyquant.codec import line_size_bytes
 from polyquant.errors import InvalidArgument, ShardingRefused
 from polyquant.qtensor import QTensor, from_fields
@@ -25,7 +26,6 @@ from polyquant.views.moving import smaller_blocks, unviewed
 from polyquant.views.plain import plain_scales
 
 _Entries = tuple[Any, ...]
-_PARTS = ("data", "scales", "tensor_scale", "offsets", "table", "groups")
 
 
 def shard(tree: Any, sharding: Any, *, reblock: bool = False) -> Any:
@@ -169,7 +169,7 @@ def _specs(q: QTensor, entries: _Entries, where: NamedSharding) -> QTensor:
         "table": of(()),
         "groups": of(entries[-1:]),
     }
-    parts = [None if getattr(q, name) is None else made[name] for name in _PARTS]
+    parts = [None if getattr(q, name) is None else made[name] for name in PARTS]
     *rest, groups = parts
     return from_fields(scheme, q.shape, *rest, q.axes, q.device, groups)
 

@@ -24,8 +24,8 @@ from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore
 
 #: The stored arrays: each a leaf, None, or a QTensor with leaves of its own.
-_PARTS = ("data", "scales", "tensor_scale", "offsets", "table", "groups")
-_KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in _PARTS)
+PARTS = ("data", "scales", "tensor_scale", "offsets", "table", "groups")
+_KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in PARTS)
 #: The device of a tensor whose leaves are no arrays.
 NOWHERE = "jax"
 
@@ -122,16 +122,16 @@ def _flatten_with_keys(q: QTensor) -> tuple[Any, Static]:
     return tuple(zip(_KEYS, arrays, strict=True)), described
 
 
-def _of_jax(leaf: Any) -> Any:
-    """A leaf as an array of JAX, where it is what JAX made of NumPy's (under jax.custom_jvp)."""
-    name = type(leaf).__module__.partition(".")[0]
-    is_other = name != "jax" or isinstance(leaf, jax.Array) or not hasattr(leaf, "__array__")
-    return leaf if is_other else jax.numpy.asarray(leaf)
+@lru_cache(maxsize=1024)
+def _wraps_numpy(cls: type) -> bool:
+    """Whether a class is JAX's own for arrays of NumPy, as jax.custom_jvp hands them over."""
+    is_array = cls.__module__.partition(".")[0] == "jax" and hasattr(cls, "__array__")
+    return is_array and not issubclass(cls, jax.Array | jax.core.Tracer)
 
 
 def _unflatten(described: Static, arrays: Any) -> QTensor:
     """JAX also passes placeholders instead of arrays, so nothing is validated here."""
-    *parts, groups = map(_of_jax, arrays)
+    *parts, groups = (jax.numpy.asarray(x) if _wraps_numpy(x.__class__) else x for x in arrays)
     shape, axes = described.extents(parts[0])
     return from_fields(described.scheme, shape, *parts, axes, _device_of(parts[0]), groups)
 
