@@ -26,13 +26,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from polyquant import standard
+from polyquant.errors import KernelRefused
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.values import QuantMode, QuantValue, ScaleDtype
 
 Array = Any
 #: Rows of x up to which float32 sums are taken to beat padding to sixteen for the tensor cores: of
-#: q4s/32 they are some 4 instructions a value at one row (compiled for sm_90). Not yet measured.
+#: q4s/32 they are some 4 instructions a value at one row (compiled for sm_90).
 FEW_ROWS = 2
 #: Programs that fill a large GPU several times over, so that some wait while others compute.
 _PROGRAMS = 512
@@ -357,7 +358,9 @@ def matmul(
     rows = x.reshape(-1, k)
     codes = codes_of(weight.scheme, in_ptx=not interpret)
     if codes is None:
-        raise TypeError(weight.scheme)  # why_not has refused it
+        refused = f"a product by {weight.scheme}"
+        reason = "it has no decoder for its codes"
+        raise KernelRefused(kernel="jax.pallas.matmul", problem=refused, reason=reason)
     few = rows.shape[0] <= FEW_ROWS or rows.dtype == jnp.float32
     if tiles is None:
         tiles = default_tiles(1 if few else rows.shape[0], n, weight.data.shape[-1], codes)
