@@ -10,6 +10,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+import interpreted  # noqa: F401  (before anything imports Triton)
 from devices import DEVICES, MISSING
 from polyquant.backends.native.compiled import missing as uncompiled
 

@@ -6,7 +6,6 @@ Without Triton what is left is their table: what they take, and what they say of
 from __future__ import annotations
 
 import json
-import os
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -23,8 +22,6 @@ from polyquant.scheme import scheme as as_scheme
 torch = pytest.importorskip("torch")
 
 IS_GPU = torch.cuda.is_available()
-if not IS_GPU and find_spec("triton"):
-    os.environ["TRITON_INTERPRET"] = "1"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 needs_gpu = pytest.mark.skipif(not IS_GPU, reason="torch sees no GPU")
 DEVICE = "torch:cuda:0" if IS_GPU else "torch:cpu"
