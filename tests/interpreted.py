@@ -1,4 +1,4 @@
-"""Without a GPU Triton's kernels run under its interpreter, which Triton asks when it is imported."""
+"""Without a GPU Triton's kernels run under its interpreter: Triton asks when it is imported."""
 
 import os
 from pathlib import Path
