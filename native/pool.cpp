@@ -38,14 +38,13 @@ class Pool {
       count_ = count;
       next_.store(0, std::memory_order_relaxed);
       wanted_ = helpers;
-      running_ = helpers;
       ++generation_;
     }
     wake_.notify_all();
-    take_tasks();
+    take_tasks(task);
     std::unique_lock lock(mutex_);
+    task_ = nullptr;  // a helper that wakes up only now finds nothing, and is not waited for
     done_.wait(lock, [this] { return running_ == 0; });
-    task_ = nullptr;
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
@@ -63,10 +62,10 @@ class Pool {
     return wanted;
   }
 
-  void take_tasks() {
+  void take_tasks(const std::function<void(int64_t)>& task) {
     for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
       try {
-        (*task_)(i);
+        task(i);
       } catch (...) {  // of memory: raised again by the caller
         std::lock_guard lock(mutex_);
         if (!error_) error_ = std::current_exception();
@@ -81,8 +80,11 @@ class Pool {
       wake_.wait(lock, [&] { return stopping_ || (generation_ != seen && index < wanted_); });
       if (stopping_) return;
       seen = generation_;
+      if (!task_) continue;
+      const auto& task = *task_;
+      ++running_;
       lock.unlock();
-      take_tasks();
+      take_tasks(task);
       lock.lock();
       if (--running_ == 0) done_.notify_one();
     }
