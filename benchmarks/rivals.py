@@ -174,7 +174,13 @@ def bitsandbytes_nf4(weight: Array, copies: int, threads: int) -> Prepared:
 
 
 def mlx(weight: Array, copies: int, threads: int, *, bits: int, group: int = 32) -> Prepared:
-    """MLX on the CPU: integers in groups with a scale and a bias each. It sets its own threads."""
+    """MLX on the CPU: integers in groups with a scale and a bias each, multiplied by one thread.
+
+    Where more are asked for it is left out: once MLX has computed in a process, two threads of
+    others there no longer run side by side (seen on Linux with two processors; why is not known).
+    """
+    if threads > 1:
+        raise Missing("one thread only, and it keeps others' threads from running side by side")
     try:
         import mlx.core as mx
     except ImportError as error:

@@ -97,7 +97,9 @@ def _times(rows: list[dict[str, Any]], here: list[dict[str, Any]], m: int) -> st
     for threads in dict.fromkeys(row["threads"] for row in here):
         mine = [row for row in here if (row["threads"], row["m"]) == (threads, m)]
         if not mine:
-            return "-"
+            times.append("-")
+            ratios.append("-")
+            continue
         best = min(mine, key=lambda row: row["time_ms"])
         place = {key: best[key] for key in ("threads", "m", "scheme")}
         (f32,) = (
@@ -107,6 +109,8 @@ def _times(rows: list[dict[str, Any]], here: list[dict[str, Any]], m: int) -> st
         )
         times.append(f"{best['time_ms']:.2f}")
         ratios.append(f"{best['time_ms'] / f32:.2f}")
+    if set(times) == {"-"}:
+        return "-"
     return f"{' / '.join(times)} ({' / '.join(ratios)})"
 
 
