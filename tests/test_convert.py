@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,6 @@ import polyquant as pq
 from peers import decoded, fixture, names
 from polyquant.cli.app import app
 from polyquant.errors import (
-    ChecksumMismatch,
     InvalidArgument,
     InvalidName,
     NotExact,
@@ -323,17 +325,27 @@ def test_what_is_small_or_empty_is_read_back(to: str, columns: int, tmp_path: Pa
         assert {n: ck[n].shape for n in ck} == {n: x.shape for n, x in tensors.items()}
 
 
-def test_after_a_failure_no_further_shard_is_begun(tmp_path: Path) -> None:
+def test_after_a_failure_no_further_shard_is_begun(
+    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four, two run at a time: the first fails while the second runs, and those are all."""
+    both, begun = threading.Barrier(2), []
+
+    def run(job: Any) -> Any:
+        begun.append(job.number[0])
+        both.wait(20)
+        if job.number[0] == 1:
+            raise OSError("the disk is full")
+        time.sleep(0.2)
+        return resumable.Outcome([], {}, 0)
+
+    threads: Any = lambda count, mp_context: ThreadPoolExecutor(count)  # noqa: E731
+    monkeypatch.setattr(resumable, "ProcessPoolExecutor", threads)
+    monkeypatch.setattr(resumable, "run_job", run)
     (tmp_path / "out").mkdir()
-    pq.save(tmp_path / "m.safetensors", {f"t{i}": VALUES for i in range(200)}, shard_size_bytes=1)
-    first = tmp_path / "m-00001-of-00200.safetensors"
-    raw = bytearray(first.read_bytes())
-    raw[-1] ^= 1  # which a checksum notices
-    first.write_bytes(raw)
-    out = tmp_path / "out" / "n.safetensors.index.json"
-    with pytest.raises(ChecksumMismatch):
-        convert(tmp_path / "m.safetensors", out, "safetensors", jobs=2)
-    assert len(list(out.parent.glob("n-*.safetensors"))) < 150  # others may run meanwhile
+    with pytest.raises(OSError, match="full"):
+        convert(sharded, tmp_path / "out" / "n.safetensors.index.json", "safetensors", jobs=2)
+    assert sorted(begun) == [1, 2]
 
 
 def test_no_part_of_the_input_is_overwritten(tmp_path: Path) -> None:

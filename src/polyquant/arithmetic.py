@@ -47,6 +47,17 @@ def multiplier(tensor_scale: Array, scheme: QuantScheme) -> Array:
     return flush(divide(namespace(tensor_scale).ones_like(tensor_scale), tensor_scale))
 
 
+def multiplier_slope(stored: Array, scheme: QuantScheme) -> Array | float:
+    """The derivative of that number by the stored one: by a scale where there is one level."""
+    if scheme.role is ScaleRole.MULTIPLIER:
+        return 1.0
+    if scheme.role is ScaleRole.ABSMAX:
+        return 1.0 / reach(scheme)
+    xp = namespace(stored)
+    wide = xp.astype(stored, xp.float32)
+    return -1.0 / (wide * wide)
+
+
 def reach(scheme: QuantScheme) -> float:
     """The largest number that codes, times block scales where there are two levels, reach."""
     two = scheme.tensor_scale is not None and isinstance(scheme.scale, ScaleDtype)

@@ -23,6 +23,7 @@ from polyquant.arithmetic import as_role
 from polyquant.arithmetic import divide as divide
 from polyquant.arithmetic import flush as flush
 from polyquant.arithmetic import multiplier as multiplier
+from polyquant.arithmetic import multiplier_slope as multiplier_slope
 from polyquant.arithmetic import reach as reach
 from polyquant.arithmetic import subtracts as subtracts
 from polyquant.arrays import Array, backend_of, constant, dtype, known, namespace, place

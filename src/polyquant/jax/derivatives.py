@@ -35,7 +35,7 @@ from polyquant.ops.conversion import quantize_plain
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.standard import Divisor, Params
-from polyquant.values import OffsetKind, ScaleRole
+from polyquant.values import OffsetKind
 
 Array = Any
 #: The kernels that these derivatives belong to stand above those that compute.
@@ -95,7 +95,8 @@ def _change_of_divisor(q: QTensor, change: QTensor) -> Array | None:
     """``dD`` on the grid of the blocks."""
     of_scales = _change_of_grid(q.scales, change.scales)
     if q.tensor_scale is None:
-        return None if of_scales is None else of_scales * _slope(q, q.scales)
+        slope = standard.multiplier_slope(q.scales, q.scheme)
+        return None if of_scales is None else of_scales * slope
     of_whole = given(change.tensor_scale)
     total = None
     if of_scales is not None:
@@ -103,19 +104,9 @@ def _change_of_divisor(q: QTensor, change: QTensor) -> Array | None:
     if of_whole is not None:
         plain = q.scheme.with_role("multiplier")
         levels = standard.divisor(plain, Params(q.scales, None, None, None)).value
-        more = levels * (of_whole * _slope(q, q.tensor_scale))
+        more = levels * (of_whole * standard.multiplier_slope(q.tensor_scale, q.scheme))
         total = more if total is None else total + more
     return total
-
-
-def _slope(q: QTensor, stored: Any) -> Any:
-    """The derivative of the outermost scale's multiplier by the stored number."""
-    if q.scheme.role is ScaleRole.MULTIPLIER:
-        return 1.0
-    if q.scheme.role is ScaleRole.ABSMAX:
-        return 1.0 / standard.reach(q.scheme)
-    wide = stored.astype(jnp.float32)
-    return -1.0 / (wide * wide)
 
 
 def _change_of_grid(part: Any, change: Any) -> Array | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from polyquant import standard
@@ -14,7 +13,7 @@ from polyquant.blocks import Blocks, Rows, blocks_of, merge, split, spread
 from polyquant.codec import unpack
 from polyquant.qtensor import QTensor
 from polyquant.standard import Divisor, Params
-from polyquant.values import OffsetKind, ScaleRole
+from polyquant.values import OffsetKind
 
 
 def part_gradients(q: QTensor, grad: Tensor, wanted: Sequence[int]) -> list[Tensor]:
@@ -54,13 +53,14 @@ def _gradients(
     if is_wanted("scales") or is_wanted("tensor_scale"):
         of_divisor = _block_sums(g * here.numbers, q)
         if q.tensor_scale is None:
-            yield from of_grid("scales", q.scales, of_divisor * _slope(q, q.scales))
+            slope = standard.multiplier_slope(q.scales, q.scheme)
+            yield from of_grid("scales", q.scales, of_divisor * slope)
         else:
             plain = q.scheme.with_role("multiplier")
             levels = standard.divisor(plain, Params(q.scales, None, None, None)).value
             factor = standard.multiplier(q.tensor_scale, q.scheme)
             yield from of_grid("scales", q.scales, of_divisor * factor)
-            slope = _slope(q, q.tensor_scale)
+            slope = standard.multiplier_slope(q.tensor_scale, q.scheme)
             yield f"{prefix}tensor_scale", (of_divisor * levels * slope).sum()
     if q.scheme.offset is not None and is_wanted("offsets"):
         is_bias = q.scheme.offset.kind is OffsetKind.BIAS
@@ -69,16 +69,6 @@ def _gradients(
         )
     if q.table is not None and is_wanted("table"):
         yield f"{prefix}table", _of_table(here, g, q)
-
-
-def _slope(q: QTensor, stored: Any) -> Any:
-    """The derivative of the outermost scale's multiplier by the stored number."""
-    if q.scheme.role is ScaleRole.MULTIPLIER:
-        return 1.0
-    if q.scheme.role is ScaleRole.ABSMAX:
-        return 1.0 / standard.reach(q.scheme)
-    wide = stored.to(torch.float32)
-    return -1.0 / (wide * wide)
 
 
 class StraightThrough(NamedTuple):
