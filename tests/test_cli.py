@@ -433,8 +433,8 @@ def _result(**changes: Any) -> Result:
 def _fake_conform(monkeypatch: Any, *results: Result) -> list[Any]:
     seen: list[Any] = []
 
-    def checks(device: str, *, quick: bool = False) -> Iterator[Result]:
-        seen.append((device, quick))
+    def checks(device: str, *, quick: bool = False, schemes: Any = ()) -> Iterator[Result]:
+        seen.append((device, quick, list(schemes)))
         yield from results
 
     monkeypatch.setattr(system, "checks", checks)
@@ -446,7 +446,8 @@ def test_conform_exits_with_its_verdict(monkeypatch: Any) -> None:
     form = run_json("conform", "--device", "torch:cpu", "--quick")
     assert (form["checks"], form["failed"]) == (2, 0)
     assert form["results"][0]["kernel"] == "numpy.definition"
-    assert seen == [("torch:cpu", True)]
+    run("conform", "--scheme", "nf4", "--scheme", "q3s/16:f16")
+    assert seen == [("torch:cpu", True, []), ("numpy", False, ["nf4", "q3s/16:f16"])]
     assert "conforms: 2 of 2 checks" in run("conform").stdout
     _fake_conform(monkeypatch, _result(), _result(passed=False, detail="3 codes differ"))
     text = run("conform", code=1).stdout
@@ -458,6 +459,9 @@ def test_conform_exits_with_its_verdict(monkeypatch: Any) -> None:
 def test_conform_quick_on_numpy() -> None:
     form = run_json("conform", "--quick")
     assert form["checks"] > 50 and form["failed"] == 0
+    form = run_json("conform", "--quick", "--scheme", "nf4", "--scheme", "q3s/8:f16")
+    assert {r["scheme"] for r in form["results"]} == {"u4[nf4]/64:f32", "q3s/8:f16"}
+    assert "unknown-scheme" in run("conform", "--scheme", "nf5", code=2).stderr
     assert run("conform", "--device", "torch:gpu", code=2).stdout == ""
 
 

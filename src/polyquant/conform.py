@@ -179,18 +179,21 @@ class _Input(NamedTuple):
             return quantize(x, self.scheme, table=self.table, kernel=kernel)
 
 
-def checks(device: str, *, quick: bool = False) -> Iterator[Result]:
+def checks(
+    device: str, *, quick: bool = False, schemes: Iterable[QuantScheme | str] = ()
+) -> Iterator[Result]:
     """Run the suite on a device ("torch:cuda:0"), yielding each result as it is known.
 
-    ``quick`` takes fewer schemes and sizes. Raises UnknownDevice, BackendMissing, and NoKernel for
-    a device that declines everything, of which nothing could be said.
+    ``quick`` takes fewer schemes and sizes; ``schemes``, where there are any, stand in place of the
+    suite's own. Raises UnknownScheme, UnknownDevice, BackendMissing, and NoKernel for a device that
+    declines everything, of which nothing could be said.
     """
+    chosen = [as_scheme(s) for s in schemes or (_QUICK if quick else (*PRESETS, *_FURTHER))]
     owner, device = backend_of_device(device)
     choose(owner.name, Problem("dequantize", device_kind(device), as_scheme("q4s")))
     held = held_dtypes(namespace(owner.from_host(np.zeros(1, np.float32), device)))
     place = _Place(owner, device, tuple(name for name in _DTYPES if name in held))
-    for name in _QUICK if quick else (*PRESETS, *_FURTHER):
-        scheme = as_scheme(name)
+    for scheme in chosen:
         for given in _inputs(scheme, place.dtypes, quick=quick):
             wanted = given.reference()
             yield from _quantize_checks(place, given, wanted)

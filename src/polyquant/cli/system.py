@@ -135,6 +135,10 @@ def conform(
     ] = "numpy",
     *,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and schemes.")] = False,
+    scheme: Annotated[
+        list[str] | None,
+        typer.Option(help="A scheme to check in place of the suite's own; may be repeated."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check a device against the numerical contract.
@@ -148,7 +152,7 @@ def conform(
     results: list[Result] = []
     with output.progress(in_bytes=False, quiet=as_json) as bar:
         task = bar.add_task(f"checking {device}", total=None)
-        for result in checks(device, quick=quick):
+        for result in checks(device, quick=quick, schemes=scheme or ()):
             results.append(result)
             bar.update(task, description=f"{result.name} {result.scheme}", completed=len(results))
     failed = [result for result in results if not result.passed]
