@@ -131,6 +131,19 @@ def test_products_in_shard_map(scheme: str, mesh: Mesh) -> None:
         assert_within_the_bound(compiled(x, weight), x, q)
 
 
+def test_specs_that_give_a_shard_the_scales_of_others_are_refused(mesh: Mesh) -> None:
+    x, q = operands("q4s/32:f16")
+    by_inputs = P(None, "model")
+    specs = jax.tree.map(lambda _: by_inputs, q)
+    for name in ("scales", "data"):
+        wrong = specs._replace(**{name: P()})
+        of_x = by_inputs if name == "scales" else P()  # of shards of the weight's own extents
+        for run in (lambda x, w: x @ w.T, lambda x, w: w.dequantize()):
+            mapped = jax.shard_map(run, mesh=mesh, in_specs=(of_x, wrong), out_specs=P())
+            with pytest.raises(pq.errors.InvalidTensor, match="scales of a q4s/32:f16 tensor"):
+                jax.jit(mapped)(x, q)
+
+
 @pytest.mark.parametrize(
     "scheme", ["q8s/row:f32", "q4s/32:f16", "nf4", "mxfp4", "u4/32:f16-zero:u4"]
 )

@@ -32,7 +32,7 @@ from polyquant.dispatch import (
     one_operand_problem,
 )
 from polyquant.ops.conversion import quantize_plain
-from polyquant.qtensor import QTensor
+from polyquant.qtensor import QTensor, validate
 from polyquant.scheme import QuantScheme
 from polyquant.standard import Divisor, Params
 from polyquant.values import OffsetKind
@@ -53,8 +53,18 @@ def values(q: QTensor, kind: Any) -> Array:
     return _values(q, jnp.dtype(kind))
 
 
+def _check(q: QTensor) -> None:
+    """Raise InvalidTensor where the parts do not go together: shard_map hands over what it cut.
+
+    A shard with a group map has the scales of all groups, so nothing can be said of those.
+    """
+    if q.groups is None:
+        validate(q)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _values(q: QTensor, kind: Any) -> Array:
+    _check(q)
     owner = backend_of(q.data)
     is_watched = is_transformed(owner, q)
     problem = one_operand_problem("dequantize", q, q.device, transformed=is_watched)
@@ -182,6 +192,9 @@ def product(a: Any, b: Any, kind: Any, activations: QuantScheme | None = None) -
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _product(a: Any, b: Any, kind: Any, activations: QuantScheme | None) -> Array:
+    for q in (a, b):
+        if isinstance(q, QTensor):
+            _check(q)
     left = a if activations is None else quantize_plain(a, activations)
     owner = backend_of(left.data if isinstance(left, QTensor) else left)
     is_watched = is_transformed(owner, left, b)
