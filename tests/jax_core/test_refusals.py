@@ -106,6 +106,13 @@ def test_integers_and_shapes_are_refused_under_tracing_too() -> None:
         pqj.fake_quantize(q, "q4s")
 
 
+def test_stacks_along_another_axis_than_the_first_are_refused() -> None:
+    x = jnp.ones((3, 8, 64))
+    made = jax.vmap(lambda v: pq.quantize(v, "nf4"), out_axes=1)(x)
+    with pytest.raises(errors.InvalidTensor, match=r"table .* stacked along the first axis"):
+        made.dequantize()
+
+
 def test_what_is_traced_is_not_what_the_message_moves() -> None:
     """It has no values: the operand that has some is brought to it."""
     x, host = np.ones((5, 32), np.float32), weight().to("numpy")

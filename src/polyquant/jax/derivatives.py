@@ -31,6 +31,7 @@ from polyquant.dispatch import (
     matmul_problem,
     one_operand_problem,
 )
+from polyquant.errors import InvalidTensor
 from polyquant.ops.conversion import quantize_plain
 from polyquant.qtensor import QTensor, validate
 from polyquant.scheme import QuantScheme
@@ -47,10 +48,22 @@ BELOW = "jax.transforms"
 def values(q: QTensor, kind: Any) -> Array:
     """The numbers of ``q`` in logical order, in a dtype; of a stack those of every tensor in it."""
     if q.is_stack:
+        _check_stack(q)
         run = partial(values, kind=kind)
         made: Array = jax.vmap(run, out_axes=q.axes.index(0))(q)
         return made
     return _values(q, jnp.dtype(kind))
+
+
+def _check_stack(q: QTensor) -> None:
+    """Raise InvalidTensor where the parts are stacked along other axes than their first."""
+    for name, part in q.parts().items():
+        if part.shape[:1] != q.data.shape[:1]:
+            wanted = f"stacked along the first axis, {q.data.shape[0]} of them (out_axes=0 of vmap)"
+            got = tuple(part.shape)
+            raise InvalidTensor(
+                part=name, scheme=str(q.scheme), shape=q.shape, wanted=wanted, got=got
+            )
 
 
 def _check(q: QTensor) -> None:
