@@ -93,12 +93,12 @@ inline void grid_line(const Grid& grid, int64_t grid_length, int64_t row, int64_
   }
 }
 
-// Asks for the numbers of the line that is kAhead after this one.
-PQ_INLINE void ask_ahead(const Weight& w, const Grid& grid, int64_t row) {
+// Asks for the numbers of a line that will be wanted so many lines after this one.
+PQ_INLINE void ask_ahead(const Weight& w, const Grid& grid, int64_t row, int64_t lines) {
   if (grid.number == Number::kNested) return;
   const int64_t size = grid.number == Number::kF32 ? 4 : grid.number <= Number::kBF16 ? 2 : 1;
   const int64_t bytes = w.grid_length * size;
-  const uint8_t* const p = grid.data + (row + 1 + kAhead / w.line_bytes) * bytes;
+  const uint8_t* const p = grid.data + (row + lines) * bytes;
   for (int64_t byte = 0; byte < bytes; byte += 64) prefetch(p + byte);
 }
 

@@ -3,22 +3,18 @@
 //
 // A weight's codes enter as bytes; a line is cut into units of 32, whose scales are one number each.
 // `dot8` takes few rows of x and reads memory as it lies, one line after the other; `panel8` takes
-// many and decodes a panel. Numbers of 32 bits are four bytes each, and two sums of 16 bits.
+// many and decodes a panel. An entry of a table may be several bytes, each with a sum of its own.
 #pragma once
 
 namespace pq::PQ_TARGET {
 
 constexpr int kUnit = 32;
-constexpr int kPanelDepth8 = 512;
 // Scales in this range: their products are float32 numbers, and so are those with a unit's sum.
 // Other products are left to float32.
 constexpr float kSmallestScale = 0x1p-60f, kLargestScale = 0x1p60f;
-// Numbers of 32 bits are multiples of 2^-31 at least.
-constexpr float kSmallestOfPlanes = 0x1p-34f;
 
 // Scales of a line, one per unit of 32, filled up with zeros; false where one is out of range.
-inline bool unit_scales(const Weight& w, int64_t row, int64_t units, float* scratch, float* out,
-                        float smallest = kSmallestScale) {
+inline bool unit_scales(const Weight& w, int64_t row, int64_t units, float* scratch, float* out) {
   if (has_zero(w.scale, w.grid_length, row, 0, w.grid_length)) return false;
   const int64_t used = w.grid_length == 1 ? units : (w.length + kUnit - 1) / kUnit;
   if (w.block == kUnit && w.grid_length > 1) {
@@ -44,7 +40,7 @@ inline bool unit_scales(const Weight& w, int64_t row, int64_t units, float* scra
   for (int64_t u = used; u < units; ++u) out[u] = 0.0f;
   const bool is_narrow = w.scale.number == Number::kF16 || w.scale.number == Number::kE4M3;
   if (is_narrow && !w.scale.tensor_scale) return true;
-  const F low = set1(smallest), high = set1(kLargestScale);
+  const F low = set1(kSmallestScale), high = set1(kLargestScale);
   F over = zero();
   for (int64_t u = 0; u < units; u += kWidth) {
     const F v = zeros_as_one(magnitude(load_some(out + u, units - u)));
@@ -91,7 +87,10 @@ inline bool pack_codes(const Weight& x, int64_t first, int64_t last, const Codes
 
 template <class Body>
 PQ_INLINE auto with_bytes8(const Weight8& kind, const Body& body) {
-  if (kind.bits == 4 && kind.planes == 4) return body(Bytes8<4, 4>(kind));
+  if constexpr (kWidth == 16) {  // elsewhere lookups of so many bytes are no faster than float32
+    if (kind.bits == 4 && kind.planes == 3) return body(Bytes8<4, 3>(kind));
+    if (kind.bits == 4 && kind.planes == 2) return body(Bytes8<4, 2>(kind));
+  }
   if (kind.bits == 4 && kind.planes == 1) return body(Bytes8<4, 1>(kind));
   if (kind.bits == 4) return body(Bytes8<4, 0>(kind));
   if (kind.bits == 8 && !kind.planes) return body(Bytes8<8, 0>(kind));
@@ -105,15 +104,13 @@ constexpr int kStepCodes = 4 * kWidth * B::kParts;
 template <class B>
 constexpr int kRowBytes = B::kPartBytes * B::kParts + 4 * kWidth;
 
-// Measured on Zen 5, where panels (of AVX-512) or float32 overtake. Four tables are worth it with 16
-// lookups in a vector of 64 bytes only.
+// Measured on Zen 5, where panels (of AVX-512) or float32 overtake.
 inline Step8 step8(const Weight8& kind) {
   return with_bytes8(kind, [&](const auto& bytes) {
     using B = std::decay_t<decltype(bytes)>;
     constexpr bool kIsWide = kWidth == 16, kIsNarrow = B::kParts > 1;
-    const int plain = kIsWide ? (kIsNarrow ? 16 : 8) : (kIsNarrow ? 32 : 12);
-    const int rows = kind.planes == 4 ? (kIsWide ? 12 : 0) : plain;
-    return Step8{kStepCodes<B>, kRowBytes<B>, rows};
+    const int narrow = kIsNarrow ? 32 : 12, rows = kind.planes > 1 ? 0 : narrow;
+    return Step8{kStepCodes<B>, kRowBytes<B>, kIsWide ? 8 : rows};
   });
 }
 
@@ -186,32 +183,16 @@ struct Dot8 {
   int64_t stride;
 };
 
-// Sums of products: one, or of numbers of 32 bits those of the lower and the upper half.
-template <int kRows, int kPlanes>
-struct Sums8 {
-  static constexpr int kEach = kPlanes == 4 ? 2 : 1;
-  F at[kRows][kEach];
-};
-
-template <int kRows, int kBits, int kPlanes>
-PQ_INLINE Sums8<kRows, kPlanes> zeros8(const Bytes8<kBits, kPlanes>&) {
-  Sums8<kRows, kPlanes> sums;
-  for (auto& row : sums.at)
-    for (F& each : row) each = zero();
-  return sums;
-}
-
 // One step against kRows rows of x.
 template <int kRows, bool kZero, int kBits, int kPlanes>
 PQ_INLINE void dot8_at(const Bytes8<kBits, kPlanes>& bytes,
-                       const typename Bytes8<kBits, kPlanes>::Codes& codes, const Dot8& at,
-                       Sums8<kRows, kPlanes>& sums) {
+                       const typename Bytes8<kBits, kPlanes>::Codes& codes, const float* powers,
+                       const Dot8& at, F (&sums)[kRows]) {
   using B = Bytes8<kBits, kPlanes>;
-  constexpr int kEach = Sums8<kRows, kPlanes>::kEach, kLanes = 8 / B::kParts;
-  typename B::Codes planes[kPlanes ? kPlanes : 1];
+  constexpr int kLanes = 8 / B::kParts, kMost = kPlanes ? kPlanes : 1;
+  typename B::Codes planes[kMost];
 #pragma GCC unroll 4
-  for (int plane = 0; plane < (kPlanes ? kPlanes : 1); ++plane)
-    planes[plane] = bytes.mapped(codes, plane);
+  for (int plane = 0; plane < kMost; ++plane) planes[plane] = bytes.mapped(codes, plane);
   I zero_points{};
   if constexpr (kZero) zero_points = to_int(lane_scales<kLanes>(at.zeros));
 #pragma GCC unroll 4
@@ -219,24 +200,22 @@ PQ_INLINE void dot8_at(const Bytes8<kBits, kPlanes>& bytes,
     const uint8_t* const x = at.x + m * kRowBytes<B>;
     I start = load_int(reinterpret_cast<const int32_t*>(x + B::kParts * B::kPartBytes));
     if constexpr (kZero) start = mul_int(start, zero_points);
-    const F scale = lane_scales<kLanes>(at.scales + m * at.stride);
-#pragma GCC unroll 2
-    for (int half = 0; half < kEach; ++half) {
-      I total = B::dot(start, planes[kPlanes == 4 ? 2 * half + 1 : 0], x);
-      if constexpr (kPlanes == 4) total = B::dot(shift_left<8>(total), planes[2 * half], x);
-      sums.at[m][half] = fma(to_float(total), scale, sums.at[m][half]);
-    }
+    F total = to_float(B::dot(start, planes[0], x));
+#pragma GCC unroll 4
+    for (int plane = 1; plane < kMost; ++plane)
+      total = fma(to_float(B::dot(start, planes[plane], x)), set1(powers[plane]), total);
+    sums[m] = fma(total, lane_scales<kLanes>(at.scales + m * at.stride), sums[m]);
   }
 }
 
 // A line: whole steps, with everything in registers, then those that may end beyond it.
 template <int kRows, bool kZero, int kBits, int kPlanes>
 PQ_INLINE void dot8_line(const Bytes8<kBits, kPlanes> bytes, const uint8_t* p, int64_t line_codes,
-                         int64_t steps, Dot8 at, Sums8<kRows, kPlanes>& sums) {
+                         int64_t steps, const float* powers, Dot8 at, F (&sums)[kRows]) {
   using B = Bytes8<kBits, kPlanes>;
   constexpr int kUnits = kStepCodes<B> / kUnit;
   // Few sums are kept twice, so that one need not wait for the other.
-  constexpr int kTwice = kRows * sums.kEach < 4 ? 2 : 1;
+  constexpr int kTwice = kRows < 4 ? 2 : 1;
   const int64_t whole = min64(line_codes / bytes.step, steps) / kTwice * kTwice;
   const auto next = [&]() PQ_INLINE_LAMBDA {
     p += bytes.step;
@@ -244,23 +223,22 @@ PQ_INLINE void dot8_line(const Bytes8<kBits, kPlanes> bytes, const uint8_t* p, i
     at.scales += kUnits;
     at.zeros += kUnits;
   };
-  Sums8<kRows, kPlanes> others = zeros8<kRows>(bytes);
+  F others[kRows];
+  for (F& each : others) each = zero();
   for (int64_t i = 0; i < whole; i += kTwice) {
     prefetch(p + kAhead);
-    dot8_at<kRows, kZero>(bytes, bytes(p), at, sums);
+    dot8_at<kRows, kZero>(bytes, bytes(p), powers, at, sums);
     next();
     if constexpr (kTwice == 2) {
       prefetch(p + kAhead);
-      dot8_at<kRows, kZero>(bytes, bytes(p), at, others);
+      dot8_at<kRows, kZero>(bytes, bytes(p), powers, at, others);
       next();
     }
   }
   if (kTwice == 2)
-    for (int m = 0; m < kRows; ++m)
-      for (int half = 0; half < sums.kEach; ++half)
-        sums.at[m][half] = add(sums.at[m][half], others.at[m][half]);
+    for (int m = 0; m < kRows; ++m) sums[m] = add(sums[m], others[m]);
   for (int64_t i = whole; i < steps; ++i, next())
-    dot8_at<kRows, kZero>(bytes, bytes.part(p, line_codes - i * bytes.step), at, sums);
+    dot8_at<kRows, kZero>(bytes, bytes.part(p, line_codes - i * bytes.step), powers, at, sums);
 }
 
 template <int kRows, bool kZero, class B>
@@ -271,17 +249,16 @@ inline bool dot8_lines(const Weight& w, const Weight8& kind, const B& bytes, con
   const float* const x_scales = x.scales;
   float *const scales = products + kRows * stride, *const zeros = scales + stride;
   float* const scratch = zeros + stride;
-  const float smallest = kind.planes == 4 ? kSmallestOfPlanes : kSmallestScale;
-  const int64_t line_codes = (w.length * w.bits + 7) / 8;
+  const int64_t line_codes = (w.length * w.bits + 7) / 8, lines_ahead = 1 + kAhead / max64(1, w.line_bytes);
   for (int64_t n = first; n < last; ++n) {
     const int64_t line = first_line + n, row = w.grid_row(line);
-    ask_ahead(w, w.scale, row);
+    ask_ahead(w, w.scale, row, lines_ahead);
     const uint16_t* const halves = plain_halves(w, row, stride - 16);
-    if (!halves && !unit_scales(w, row, stride - 16, scratch, scales, smallest)) return false;
+    if (!halves && !unit_scales(w, row, stride - 16, scratch, scales)) return false;
     if constexpr (kZero) {
       Weight by_zero = w;
       by_zero.scale = w.offset;
-      ask_ahead(w, w.offset, row);
+      ask_ahead(w, w.offset, row, lines_ahead);
       unit_scales(by_zero, row, stride - 16, scratch, zeros);
     }
     for (int64_t u = 0; u < stride - 16; u += kWidth) {
@@ -290,15 +267,13 @@ inline bool dot8_lines(const Weight& w, const Weight8& kind, const B& bytes, con
       for (int m = 0; m < kRows; ++m)
         store(products + m * stride + u, mul(s, load(x_scales + m * stride + u)));
     }
-    auto sums = zeros8<kRows>(bytes);
-    dot8_line<kRows, kZero>(bytes, w.data + line * w.line_bytes, line_codes, x.steps,
+    F sums[kRows];
+    for (F& each : sums) each = zero();
+    dot8_line<kRows, kZero>(bytes, w.data + line * w.line_bytes, line_codes, x.steps, kind.powers,
                             {x.codes, products, zeros, stride}, sums);
 #pragma GCC unroll 4
-    for (int m = 0; m < kRows; ++m) {
-      F total = sums.at[m][0];
-      if (sums.kEach == 2) total = add(total, mul(sums.at[m][sums.kEach - 1], set1(65536.0f)));
-      if (m < rows) write_sum(y, m * y.row_stride + n, sum(total) * kind.factor);
-    }
+    for (int m = 0; m < kRows; ++m)
+      if (m < rows) write_sum(y, m * y.row_stride + n, sum(sums[m]) * kind.factor);
   }
   return true;
 }
@@ -342,87 +317,123 @@ inline bool dot8(const Weight& w, const Weight8& kind, const Steps& x, int64_t r
 
 #if defined(PQ_AVX512)
 
-constexpr int kRows8 = 6;  // lines of a tile, by 2 vectors of rows of x
+// Panels of few long lines: 96 of 512 codes, 2 KB apart, fell out of the first cache before their
+// turn. What lies line by line does so at constant distances, or the loops would load pointers.
+constexpr int kLines8 = 24, kDepth8 = 2048, kUnits8 = kDepth8 / kUnit + 16;
+template <int kTables>
+constexpr int kLineBytes8 = kTables * kDepth8 + 64;
 
-// x for panel8: panels of 32 rows: [k / 4][32 rows][4 codes], scales [unit][32 rows], and minus the
-// sums of each unit's codes, times the weight's bias where that is the same everywhere.
+// A panel of a weight: the bytes of its lines, step by step and in it part by part, as they lie in
+// vectors. A unit is some bytes of every part: where it begins, and where its fours of bytes are.
+template <class B>
+PQ_INLINE constexpr int64_t unit_at(int64_t unit) {
+  constexpr int64_t kUnits = 2 * B::kParts;  // of a step
+  return unit / kUnits * kStepCodes<B> + unit % kUnits * (kUnit / B::kParts);
+}
+template <class B>
+PQ_INLINE constexpr int64_t four_at(int four) {
+  constexpr int kFours = 8 / B::kParts;  // of a part
+  return four / kFours * B::kPartBytes + four % kFours * 4;
+}
+
+// x for panel8: panels of 32 rows: [unit][four][32 rows][4 codes], scales [unit][32 rows], and minus
+// the sums of each unit's codes, times the weight's bias where that is the same everywhere.
 inline void pack_panels8(const Codes8& x, const Weight8& kind, int64_t rows, int64_t first,
                          int64_t last, const Panels8& to) {
   const int32_t by = kind.has_zero_point ? -1 : -kind.bias;
-  for (int64_t panel = first; panel < last; ++panel) {
-    uint8_t* const codes = to.codes + panel * x.padded * 32;
-    float* const scales = to.scales + panel * x.units * 32;
-    int32_t* const sums = to.sums + panel * x.units * 32;
-    for (int64_t m = 0; m < 32; ++m) {
-      const int64_t row = panel * 32 + m;
-      const int8_t* const from = x.codes + row * x.padded;
-      for (int64_t u = 0; u < x.units; ++u) {
-        int32_t total = 0;
-        for (int64_t k = u * kUnit; k < (u + 1) * kUnit; k += 4) {
-          uint32_t four = 0;
-          if (row < rows) {
-            std::memcpy(&four, from + k, 4);
-            total += from[k] + from[k + 1] + from[k + 2] + from[k + 3];
-          }
-          std::memcpy(codes + k * 32 + m * 4, &four, 4);
+  with_bytes8(kind, [&](const auto& bytes) {
+    using B = std::decay_t<decltype(bytes)>;
+    for (int64_t panel = first; panel < last; ++panel) {
+      uint8_t* const codes = to.codes + panel * x.padded * 32;
+      float* const scales = to.scales + panel * x.units * 32;
+      int32_t* const sums = to.sums + panel * x.units * 32;
+      for (int64_t m = 0; m < 32; ++m) {
+        const int64_t row = panel * 32 + m;
+        const int8_t* const from = x.codes + row * x.padded;
+        for (int64_t u = 0; u < x.units; ++u) {
+          int8_t some[kUnit] = {};
+          if (row < rows) split<B::kParts>(from + u * kUnit, kUnit, some, kUnit / B::kParts);
+          int32_t total = 0;
+          for (int8_t code : some) total += code;
+          for (int k = 0; k < kUnit; k += 4) std::memcpy(codes + (u * kUnit + k) * 32 + m * 4, some + k, 4);
+          scales[u * 32 + m] = row < rows ? x.scales[row * x.units + u] : 0.0f;
+          sums[u * 32 + m] = total * by;
         }
-        scales[u * 32 + m] = row < rows ? x.scales[row * x.units + u] : 0.0f;
-        sums[u * 32 + m] = total * by;
       }
     }
-  }
+    return 0;
+  });
 }
 
 // Some lines of a weight as bytes, with the scales and zero points of their units.
 struct Lines8 {
-  const uint8_t* codes;
+  const uint8_t* codes;         // a line: for every table kDepth8 bytes
   const float *scales, *zeros;  // zeros: null where the bias is the same everywhere
-  int64_t stride, unit_stride;
+  const uint8_t* next;  // stored bytes that are wanted next, or null: asked for unit by unit
+  int64_t next_stride, unit_bytes;
+
+  PQ_INLINE void ask(int64_t unit, int rows) const {
+    for (int64_t r = unit % 4; next && r < rows; r += 4)
+      for (int64_t byte = 0; byte < 4 * unit_bytes; byte += 64)
+        prefetch(next + r * next_stride + unit / 4 * 4 * unit_bytes + byte);
+  }
 };
 
 // sums[r, 0..31] += the products of kRows lines and one panel, over `units` units.
-template <int kRows, int kVectors>
-inline void tile8(const Lines8 w, const uint8_t* x, const float* x_scales, const int32_t* x_sums,
-                  int64_t units, float* sums, int64_t stride) {
+template <class B, int kPlanes, int kRows, int kVectors>
+inline void tile8(const Lines8 w, const float* powers, const uint8_t* x, const float* x_scales,
+                  const int32_t* x_sums, int64_t units, float* sums, int64_t stride) {
   F acc[kRows][kVectors];
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) acc[r][v] = load(sums + r * stride + v * 16);
   for (int64_t u = 0; u < units; ++u) {
-    I part[kRows][kVectors];
+    w.ask(u, kRows);
+    F total[kRows][kVectors];
+#pragma GCC unroll 3
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      I part[kRows][kVectors];
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) {
-      const I start = load_int(x_sums + u * 32 + v * 16);
+      for (int v = 0; v < kVectors; ++v) {
+        const I start = load_int(x_sums + u * 32 + v * 16);
 #pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
-        part[r][v] = start;
-        if (w.zeros) part[r][v] = mul_int(start, to_int(set1(w.zeros[r * w.unit_stride + u])));
+        for (int r = 0; r < kRows; ++r) {
+          part[r][v] = start;
+          if (w.zeros) part[r][v] = mul_int(start, to_int(set1(w.zeros[r * kUnits8 + u])));
+        }
       }
-    }
+      const uint8_t* const codes = w.codes + plane * kDepth8 + unit_at<B>(u);
 #pragma GCC unroll 8
-    for (int k = 0; k < kUnit / 4; ++k) {
-      I right[kVectors];
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v)
-        right[v] = _mm512_loadu_si512(x + (u * (kUnit / 4) + k) * 128 + v * 64);
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
-        int32_t four;
-        std::memcpy(&four, w.codes + r * w.stride + u * kUnit + k * 4, 4);
-        const I left = set1_int(four);
+      for (int four = 0; four < kUnit / 4; ++four) {
+        I right[kVectors];
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v)
-          part[r][v] = _mm512_dpbusd_epi32(part[r][v], left, right[v]);
+          right[v] = _mm512_loadu_si512(x + (u * (kUnit / 4) + four) * 128 + v * 64);
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r) {
+          int32_t bytes;
+          std::memcpy(&bytes, codes + r * kLineBytes8<kPlanes> + four_at<B>(four), 4);
+          const I left = set1_int(bytes);
+#pragma GCC unroll 2
+          for (int v = 0; v < kVectors; ++v)
+            part[r][v] = _mm512_dpbusd_epi32(part[r][v], left, right[v]);
+        }
       }
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r)
+          total[r][v] = plane ? fma(to_float(part[r][v]), set1(powers[plane]), total[r][v])
+                              : to_float(part[r][v]);
     }
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
       const F right = load(x_scales + u * 32 + v * 16);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r)
-        acc[r][v] = fma(mul(to_float(part[r][v]), set1(w.scales[r * w.unit_stride + u])), right,
-                        acc[r][v]);
+        acc[r][v] =
+            fma(mul(total[r][v], set1(w.scales[r * kUnits8 + u])), right, acc[r][v]);
     }
   }
 #pragma GCC unroll 12
@@ -431,72 +442,89 @@ inline void tile8(const Lines8 w, const uint8_t* x, const float* x_scales, const
     for (int v = 0; v < kVectors; ++v) store(sums + r * stride + v * 16, acc[r][v]);
 }
 
-template <int kVectors>
-inline void tiles8(int64_t lines, Lines8 w, const uint8_t* x, const float* x_scales,
-                   const int32_t* x_sums, int64_t units, float* sums, int64_t stride) {
-  constexpr int kTall = kVectors == 2 ? kRows8 : 12;
+template <class B, int kPlanes, int kVectors>
+inline void tiles8(int64_t lines, Lines8 w, const float* powers, const uint8_t* x,
+                   const float* x_scales, const int32_t* x_sums, int64_t units, float* sums,
+                   int64_t stride) {
+  constexpr int kTall = (kPlanes > 1 ? 8 : 12) / kVectors;  // divides kLines8
   for (int64_t r = 0; r < lines;) {
     const int64_t taken = lines - r >= kTall ? kTall : 1;
     if (taken == kTall)
-      tile8<kTall, kVectors>(w, x, x_scales, x_sums, units, sums + r * stride, stride);
+      tile8<B, kPlanes, kTall, kVectors>(w, powers, x, x_scales, x_sums, units, sums + r * stride, stride);
     else
-      tile8<1, kVectors>(w, x, x_scales, x_sums, units, sums + r * stride, stride);
-    w.codes += taken * w.stride;
-    w.scales += taken * w.unit_stride;
-    if (w.zeros) w.zeros += taken * w.unit_stride;
+      tile8<B, kPlanes, 1, kVectors>(w, powers, x, x_scales, x_sums, units, sums + r * stride, stride);
+    w.codes += taken * kLineBytes8<kPlanes>;
+    if (w.next) w.next += taken * w.next_stride;
+    w.scales += taken * kUnits8;
+    if (w.zeros) w.zeros += taken * kUnits8;
     r += taken;
   }
 }
 
-// scratch: sums of kPanelLines lines, scales and zero points of their units, one line of scales,
-// and the bytes of a panel.
-inline bool panel8(const Weight& w, const Weight8& kind, const Codes8& x, const Panels8& panels,
-                   int64_t rows, int64_t first_line, int64_t first, int64_t last, float* scratch,
-                   const Output& y) {
-  [[maybe_unused]] const FlushSubnormals mode;
-  const Bytes8<0, 1> bytes(kind);
+template <int kBits, int kPlanes>
+inline bool panels8(const Bytes8<kBits, kPlanes> bytes, const Weight& w, const Weight8& kind,
+                    const Codes8& x, const Panels8& panels, int64_t rows, int64_t first_line,
+                    int64_t first, int64_t last, float* scratch, const Output& y) {
+  using B = Bytes8<kBits, kPlanes>;
+  constexpr int kTables = kPlanes ? kPlanes : 1;
   const int64_t units = x.units, count = (rows + 31) / 32, stride = count * 32;
-  constexpr int64_t kStride8 = kPanelDepth8 + 64;
-  float* const sums = scratch;
-  float* const scales = sums + kPanelLines * stride;
-  float* const zeros = scales + kPanelLines * units + 16;  // a line may be written too far
-  float* const one_line = zeros + (kind.has_zero_point ? kPanelLines * units + 16 : 0);
-  uint8_t* const codes = reinterpret_cast<uint8_t*>(one_line + w.grid_length + 64);
+  const bool has_zeros = kind.has_zero_point;
+  float *const sums = scratch, *const scales = sums + kLines8 * stride;
+  float* const zeros = scales + kLines8 * units + 16;  // a line may be written too far
+  float* const one_line = zeros + (has_zeros ? kLines8 * units + 16 : 0);
+  float* const some_scales = one_line + w.grid_length + 64;
+  float* const some_zeros = some_scales + kLines8 * kUnits8;
+  uint8_t* const codes = reinterpret_cast<uint8_t*>(some_zeros + kLines8 * kUnits8);
+  static_assert(kLines8 * (2 * kUnits8 + kLineBytes8<kTables> / 4) <= kPanel8Room);
+  alignas(64) float out[kLines8];
   const int64_t line_codes = (w.length * w.bits + 7) / 8;
-  alignas(64) float out[kPanelLines];
-  for (int64_t n = first; n < last; n += kPanelLines) {
-    const int64_t lines = min64(kPanelLines, last - n);
+  const int64_t at_once = count > 1 ? kLines8 : kTables > 1 ? 8 : 12;
+  for (int64_t n = first; n < last; n += at_once) {
+    const int64_t lines = min64(at_once, last - n);
+    const uint8_t* const lines_at = w.data + (first_line + n) * w.line_bytes;
     std::memset(sums, 0, 4 * static_cast<size_t>(lines * stride));
     for (int64_t i = 0; i < lines; ++i) {
       const int64_t row = w.grid_row(first_line + n + i);
+      ask_ahead(w, w.scale, row, at_once);
       if (!unit_scales(w, row, units, one_line, scales + i * units)) return false;
-      if (kind.has_zero_point) {
+      if (has_zeros) {
         Weight by_zero = w;
         by_zero.scale = w.offset;
+        ask_ahead(w, w.offset, row, at_once);
         unit_scales(by_zero, row, units, one_line, zeros + i * units);
       }
     }
-    for (int64_t k = 0; k < x.padded; k += kPanelDepth8) {
-      const int64_t depth = min64(kPanelDepth8, x.padded - k), unit = k / kUnit;
+    for (int64_t k = 0; k < x.padded; k += kDepth8) {
+      const int64_t depth = min64(kDepth8, x.padded - k), unit = k / kUnit;
+      const size_t scale_bytes = static_cast<size_t>(depth / kUnit * 4);
       for (int64_t i = 0; i < lines; ++i) {
-        const uint8_t* const line = w.data + (first_line + n + i) * w.line_bytes;
+        std::memcpy(some_scales + i * kUnits8, scales + i * units + unit, scale_bytes);
+        if (has_zeros) std::memcpy(some_zeros + i * kUnits8, zeros + i * units + unit, scale_bytes);
+        const uint8_t* const line = lines_at + i * w.line_bytes;
         const uint8_t* p = line + k * w.bits / 8;
-        const uint8_t* const next = p + kPanelDepth8 * w.bits / 8;
-        for (int64_t byte = 0; byte < kPanelDepth8 * w.bits / 8; byte += 64) prefetch(next + byte);
-        for (int64_t at = 0; at < depth; at += 64, p += bytes.step) {
+        for (int64_t at = 0; at < depth; at += kStepCodes<B>, p += bytes.step) {
           const bool is_inside = p + bytes.step <= line + line_codes;
           const auto fields = is_inside ? bytes(p) : bytes.part(p, line + line_codes - p);
-          _mm512_storeu_si512(codes + i * kStride8 + at, bytes.mapped(fields, 0).at[0]);
+#pragma GCC unroll 3
+          for (int plane = 0; plane < kTables; ++plane) {
+            const auto found = bytes.mapped(fields, plane);
+            uint8_t* const to = codes + i * kLineBytes8<kTables> + plane * kDepth8 + at;
+#pragma GCC unroll 4
+            for (int j = 0; j < B::kParts; ++j) _mm512_storeu_si512(to + 64 * j, found.at[j]);
+          }
         }
       }
-      const Lines8 left{codes, scales + unit, kind.has_zero_point ? zeros + unit : nullptr, kStride8,
-                        units};
+      const uint8_t* const next = k + depth < x.padded ? lines_at + (k + depth) * w.bits / 8
+                                                       : lines_at + at_once * w.line_bytes;
+      Lines8 left{codes, some_scales,  has_zeros ? some_zeros : nullptr,
+                  next,  w.line_bytes, kUnit * w.bits / 8};
       for (int64_t panel = 0; panel < count; ++panel) {
         const uint8_t* const right = panels.codes + panel * x.padded * 32 + k * 32;
         const int64_t at = (panel * units + unit) * 32;
-        const auto run = rows - panel * 32 <= 16 ? tiles8<1> : tiles8<2>;
-        run(lines, left, right, panels.scales + at, panels.sums + at, depth / kUnit,
+        const auto run = rows - panel * 32 <= 16 ? tiles8<B, kTables, 1> : tiles8<B, kTables, 2>;
+        run(lines, left, kind.powers, right, panels.scales + at, panels.sums + at, depth / kUnit,
             sums + panel * 32, stride);
+        left.next = nullptr;
       }
     }
     for (int64_t m = 0; m < rows; ++m) {
@@ -505,6 +533,17 @@ inline bool panel8(const Weight& w, const Weight8& kind, const Codes8& x, const 
     }
   }
   return true;
+}
+
+// scratch: sums of kLines8 lines, scales and zero points of their units, one line of scales, and
+// kPanel8Room floats for a panel.
+inline bool panel8(const Weight& w, const Weight8& kind, const Codes8& x, const Panels8& panels,
+                   int64_t rows, int64_t first_line, int64_t first, int64_t last, float* scratch,
+                   const Output& y) {
+  [[maybe_unused]] const FlushSubnormals mode;
+  return with_bytes8(kind, [&](const auto& bytes) {
+    return panels8(bytes, w, kind, x, panels, rows, first_line, first, last, scratch, y);
+  });
 }
 
 #endif

@@ -156,17 +156,19 @@ Weight geometry(const std::vector<int64_t>& shape, const std::vector<int64_t>& b
 // How a weight's codes are bytes for products of integers.
 class Bytes {
  public:
-  Bytes(int bits, int mask, int flip, std::vector<uint8_t> table, int bias, float factor,
-        bool has_zero_point)
+  Bytes(int bits, int mask, int flip, std::vector<uint8_t> table, const std::vector<float>& powers,
+        int bias, float factor, bool has_zero_point)
       : table_(std::move(table)) {
     const int planes = static_cast<int>(table_.size() / 16);
     require(bits >= 1 && bits <= 8 && mask >= 0 && mask < 256 && flip >= 0 && flip < 256 &&
                 bias >= 0 && bias <= 128 && table_.size() % 16 == 0 &&
-                (planes < 2 || (planes == 4 && bits == 4)),
+                static_cast<int>(powers.size()) == planes && planes <= kMostPlanes &&
+                (planes < 2 || bits == 4),
             "no such codes");
     require(planes == 0 || (bits != 2 && !has_zero_point), "no such table");
-    kind_ = {bits, static_cast<uint8_t>(mask), static_cast<uint8_t>(flip), nullptr, planes, bias,
-             factor, has_zero_point};
+    kind_ = {bits, static_cast<uint8_t>(mask), static_cast<uint8_t>(flip), nullptr, planes, {},
+             bias, factor, has_zero_point};
+    std::copy(powers.begin(), powers.end(), kind_.powers);
   }
   Weight8 kind() const {
     Weight8 found = kind_;
@@ -261,7 +263,7 @@ class Matrix {
     if (!rows || !w_.lines) return true;
     const Kernels& k = *chosen;
     const bool by_dots = rows <= k.step8(kind).most_rows;
-    if (!by_dots && (!k.panel8 || kind.planes == 4)) return false;
+    if (!by_dots && !k.panel8) return false;
     const int workers = threads_for(rows * w_.lines * w_.length, threads);
     const int64_t padded = ceil_div(w_.length, 64) * 64, units = padded / 32;
     float* const memory = codes_scratch.floats(rows * (padded / 4 + units));
@@ -317,7 +319,8 @@ class Matrix {
       Output to = y;
       to.data = static_cast<char*>(y.data) + m * y.row_stride * (y.type == Float::kF32 ? 4 : 2);
       const int64_t step = k.panel_lines;
-      const int64_t scratch = step * (panels * 32 + 2 * codes.units + 144) + w_.grid_length + 256;
+      const int64_t scratch =
+          step * (panels * 32 + 2 * codes.units) + w_.grid_length + 256 + kPanel8Room;
       parallel_for(ceil_div(w_.lines, step), workers, [&](int64_t i) {
         if (!k.panel8(w_, kind, part, x, some, 0, i * step, std::min(w_.lines, (i + 1) * step),
                       task_scratch.floats(scratch), to))
@@ -678,9 +681,9 @@ NB_MODULE(_native, m) {
       .def("matmul", &Matrix::matmul, nb::arg("x"), nb::arg("out"), nb::arg("along_k"),
            nb::arg("first_line"), nb::arg("count"), nb::arg("threads"));
   nb::class_<pq::Bytes>(m, "Bytes", "How a weight's codes are bytes for products of integers.")
-      .def(nb::init<int, int, int, std::vector<uint8_t>, int, float, bool>(), nb::arg("bits"),
-           nb::arg("mask"), nb::arg("flip"), nb::arg("table"), nb::arg("bias"), nb::arg("factor"),
-           nb::arg("has_zero_point"));
+      .def(nb::init<int, int, int, std::vector<uint8_t>, std::vector<float>, int, float, bool>(),
+           nb::arg("bits"), nb::arg("mask"), nb::arg("flip"), nb::arg("table"), nb::arg("powers"),
+           nb::arg("bias"), nb::arg("factor"), nb::arg("has_zero_point"));
   nb::class_<pq::Coder>(m, "Coder", "How numbers become codes.")
       .def(nb::init<int, int, int, bool, float, float, int, int, std::vector<float>,
                     std::vector<uint8_t>, int, bool>(),

@@ -350,10 +350,6 @@ struct Bytes8 {
   }
 };
 
-template <int by>
-inline I shift_left(I v) {
-  return _mm512_slli_epi32(v, by);
-}
 // The scales of the units of a step, each in kLanes lanes.
 template <int kLanes>
 inline F lane_scales(const float* scales) {

@@ -284,10 +284,6 @@ struct Bytes8 {
   }
 };
 
-template <int by>
-inline I shift_left(const I& v) {
-  return each<I>([&](int i) { return v.at[i] << by; });
-}
 // The scales of the units of a step, each in kLanes lanes.
 template <int kLanes>
 inline F lane_scales(const float* scales) {

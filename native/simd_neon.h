@@ -392,10 +392,6 @@ struct Bytes8 {
   }
 };
 
-template <int by>
-inline I shift_left(I v) {
-  return {vshlq_n_u32(v.a, by), vshlq_n_u32(v.b, by)};
-}
 // The scales of the units of a step, each in kLanes lanes.
 template <int kLanes>
 inline F lane_scales(const float* scales) {

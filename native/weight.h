@@ -88,14 +88,17 @@ struct Output {
   int64_t row_stride;  // columns are contiguous
 };
 
+constexpr int kMostPlanes = 3;
+
 // A weight's codes as bytes for products of integers: value = (byte - bias) * factor.
 struct Weight8 {
   int bits;            // of a stored code
   uint8_t mask, flip;  // byte = (code & mask) ^ flip, or
-  // `planes` tables of 16 entries: byte = table[code & 15]. With 4 the value is an integer of 32 bits,
-  // the lowest byte first; the second and the fourth byte have the bias, the others none.
+  // `planes` tables of 16 entries: byte = table[code & 15]. With several the value is the sum over
+  // the bytes of (byte - bias) * power, times the factor; the first power is 1.
   const uint8_t* table;
   int planes;
+  float powers[kMostPlanes];
   int bias;
   float factor;
   bool has_zero_point;  // an integer a block, subtracted too
@@ -121,6 +124,8 @@ struct Steps {
   float* scales;
   int64_t steps, rows, stride;
 };
+
+constexpr int64_t kPanel8Room = 3 << 14;  // floats: the bytes of a panel, and their scales
 
 // x for panel8.
 struct Panels8 {

@@ -224,27 +224,22 @@ void check_integers(const Kernels& plain, const Kernels& k, Case& c) {
   // Codes as unsigned numbers, or a table of 16 whole ones.
   w.is_signed = false;
   const bool has_table = w.bits == 4 && w.offset_kind == OffsetKind::kNone && pick(0, 1);
-  const int planes = has_table ? 1 + 3 * pick(0, 1) : 0;
-  const float factor = planes == 4 ? 0x1p-27f : 1.0f;
-  uint8_t entries[64];
+  const int planes = has_table ? pick(1, 3) : 0;
+  const float powers[kMostPlanes] = {1.0f, 0x1p-4f, 0x1p-8f};  // every value is a float32
+  uint8_t entries[16 * kMostPlanes];
   for (int i = 0; i < 1 << w.value_bits; ++i) {
-    float value = static_cast<float>(i);
-    if (planes == 1) {
-      entries[i] = static_cast<uint8_t>(pick(1, 255));
-      value = entries[i] - 128.0f;
-    } else if (planes == 4) {
-      const int32_t number = pick(-(1 << 24), 1 << 24) * (1 << pick(0, 3));
-      const uint32_t biased = static_cast<uint32_t>(number) + 0x80008000u;
-      // bytes of the two halves, the upper of which is rounded
-      for (int plane = 0; plane < 4; ++plane)
-        entries[16 * plane + i] = static_cast<uint8_t>(biased >> 8 * plane);
-      value = static_cast<float>(number) * factor;
+    float value = planes ? 0.0f : static_cast<float>(i);
+    for (int plane = 0; plane < planes; ++plane) {
+      entries[16 * plane + i] = static_cast<uint8_t>(pick(1, 255));
+      value += powers[plane] * (entries[16 * plane + i] - 128.0f);
     }
     if (w.kind == Kind::kTable16) c.table[static_cast<size_t>(i)] = value;
   }
   const uint8_t mask = static_cast<uint8_t>((1 << w.bits) - 1);
-  const Weight8 kind{w.bits, mask, 0, has_table ? entries : nullptr, planes, has_table ? 128 : 0,
-                     factor, w.offset_kind == OffsetKind::kZeroPoint};
+  const Weight8 kind{w.bits, mask, 0, has_table ? entries : nullptr, planes,
+                     {powers[0], powers[1], powers[2]}, has_table ? 128 : 0, 1.0f,
+                     w.offset_kind == OffsetKind::kZeroPoint};
+  if (!k.step8(kind).most_rows) return;
   Case left;
   left.w.lines = pick(1, 11);
   give_grid(left.w, w.length, 32);
