@@ -147,7 +147,7 @@ inline void put_step(const int8_t* codes, int32_t by, uint8_t* to) {
   int8_t parts[kStepCodes<B>];
   split<B::kParts>(codes, kStepCodes<B>, parts, 4 * kWidth);
   for (int j = 0; j < B::kParts; ++j) B::put(parts + j * 4 * kWidth, to + j * B::kPartBytes);
-  const I totals = B::dot(set1_int(0), B::ones(), to);
+  const I totals = B::dot(set1_int(0), B::ones(), B::row(to));
   store_int(reinterpret_cast<int32_t*>(to + B::kParts * B::kPartBytes), mul_int(totals, set1_int(by)));
 }
 
@@ -175,127 +175,164 @@ inline void pack_steps(const Codes8& x, int64_t rows, int64_t first, int64_t las
   });
 }
 
-// A line of a weight, or rows of x, as dot8 goes along them. scales: of each row's units, times the
-// line's. zeros: the units' zero points, where there are any.
+// How dot8 goes along lines and rows. scales: of each line and in it each row's units, `stride` apart.
+// zeros: each line's zero points, where there are any.
 struct Dot8 {
-  const uint8_t* x;
-  const float *scales, *zeros;
-  int64_t stride;
+  const uint8_t *p, *x;
+  const float *scales, *zeros, *powers;
+  int64_t apart, stride;  // of lines, in bytes, and of scales
 };
 
-// One step against kRows rows of x.
-template <int kRows, bool kZero, int kBits, int kPlanes>
-PQ_INLINE void dot8_at(const Bytes8<kBits, kPlanes>& bytes,
-                       const typename Bytes8<kBits, kPlanes>::Codes& codes, const float* powers,
-                       const Dot8& at, F (&sums)[kRows]) {
-  using B = Bytes8<kBits, kPlanes>;
-  constexpr int kLanes = 8 / B::kParts, kMost = kPlanes ? kPlanes : 1;
-  typename B::Codes planes[kMost];
+// One step of kLines lines against kRows rows of x.
+template <int kLines, int kRows, bool kZero, class B>
+PQ_INLINE void dot8_at(const B& bytes, const typename B::Codes (&codes)[kLines], const Dot8& at,
+                       F (&sums)[kLines][kRows]) {
+  constexpr int kLanes = 8 / B::kParts;
+  typename B::Codes tables[kLines][B::kTables];
+  I zero_points[kLines]{};
+#pragma GCC unroll 2
+  for (int l = 0; l < kLines; ++l) {
 #pragma GCC unroll 4
-  for (int plane = 0; plane < kMost; ++plane) planes[plane] = bytes.mapped(codes, plane);
-  I zero_points{};
-  if constexpr (kZero) zero_points = to_int(lane_scales<kLanes>(at.zeros));
+    for (int t = 0; t < B::kTables; ++t) tables[l][t] = bytes.mapped(codes[l], t);
+    if constexpr (kZero) zero_points[l] = to_int(lane_scales<kLanes>(at.zeros + l * at.stride));
+  }
 #pragma GCC unroll 4
   for (int m = 0; m < kRows; ++m) {
     const uint8_t* const x = at.x + m * kRowBytes<B>;
-    I start = load_int(reinterpret_cast<const int32_t*>(x + B::kParts * B::kPartBytes));
-    if constexpr (kZero) start = mul_int(start, zero_points);
-    F total = to_float(B::dot(start, planes[0], x));
+    const auto row = B::row(x);
+    const I start = held(load_int(reinterpret_cast<const int32_t*>(x + B::kParts * B::kPartBytes)));
+#pragma GCC unroll 2
+    for (int l = 0; l < kLines; ++l) {
+      const I begin = kZero ? mul_int(start, zero_points[l]) : start;
+      F total = to_float(B::dot(begin, tables[l][0], row));
 #pragma GCC unroll 4
-    for (int plane = 1; plane < kMost; ++plane)
-      total = fma(to_float(B::dot(start, planes[plane], x)), set1(powers[plane]), total);
-    sums[m] = fma(total, lane_scales<kLanes>(at.scales + m * at.stride), sums[m]);
+      for (int t = 1; t < B::kTables; ++t)
+        total = fma(to_float(B::dot(begin, tables[l][t], row)), set1(at.powers[t]), total);
+      const float* const scales = at.scales + (l * kRows + m) * at.stride;
+      sums[l][m] = fma(total, lane_scales<kLanes>(scales), sums[l][m]);
+    }
   }
 }
 
-// A line: whole steps, with everything in registers, then those that may end beyond it.
-template <int kRows, bool kZero, int kBits, int kPlanes>
-PQ_INLINE void dot8_line(const Bytes8<kBits, kPlanes> bytes, const uint8_t* p, int64_t line_codes,
-                         int64_t steps, const float* powers, Dot8 at, F (&sums)[kRows]) {
-  using B = Bytes8<kBits, kPlanes>;
+// Lines: whole steps, with everything in registers, then those that may end beyond them.
+template <int kLines, int kRows, bool kZero, class B>
+PQ_INLINE void dot8_line(const B bytes, int64_t line_codes, int64_t steps, Dot8 at,
+                         F (&sums)[kLines][kRows]) {
   constexpr int kUnits = kStepCodes<B> / kUnit;
   // Few sums are kept twice, so that one need not wait for the other.
   constexpr int kTwice = kRows < 4 ? 2 : 1;
   const int64_t whole = min64(line_codes / bytes.step, steps) / kTwice * kTwice;
-  const auto next = [&]() PQ_INLINE_LAMBDA {
-    p += bytes.step;
+  typename B::Codes codes[kLines];
+  const auto next = [&](F (&to)[kLines][kRows]) PQ_INLINE_LAMBDA {
+    dot8_at<kLines, kRows, kZero>(bytes, codes, at, to);
+    at.p += bytes.step;
     at.x += kRows * kRowBytes<B>;
     at.scales += kUnits;
     at.zeros += kUnits;
   };
-  F others[kRows];
-  for (F& each : others) each = zero();
+  F others[kLines][kRows];
+  for (auto& line : others)
+    for (F& each : line) each = zero();
   for (int64_t i = 0; i < whole; i += kTwice) {
-    prefetch(p + kAhead);
-    dot8_at<kRows, kZero>(bytes, bytes(p), powers, at, sums);
-    next();
-    if constexpr (kTwice == 2) {
-      prefetch(p + kAhead);
-      dot8_at<kRows, kZero>(bytes, bytes(p), powers, at, others);
-      next();
+#pragma GCC unroll 2
+    for (int twice = 0; twice < kTwice; ++twice) {
+#pragma GCC unroll 2
+      for (int l = 0; l < kLines; ++l) {
+        prefetch(at.p + l * at.apart + kAhead);
+        codes[l] = bytes(at.p + l * at.apart);
+      }
+      next(twice ? others : sums);
     }
   }
-  if (kTwice == 2)
-    for (int m = 0; m < kRows; ++m) sums[m] = add(sums[m], others[m]);
-  for (int64_t i = whole; i < steps; ++i, next())
-    dot8_at<kRows, kZero>(bytes, bytes.part(p, line_codes - i * bytes.step), powers, at, sums);
+  for (int l = 0; kTwice == 2 && l < kLines; ++l)
+    for (int m = 0; m < kRows; ++m) sums[l][m] = add(sums[l][m], others[l][m]);
+  for (int64_t i = whole; i < steps; ++i) {
+    for (int l = 0; l < kLines; ++l)
+      codes[l] = bytes.part(at.p + l * at.apart, line_codes - i * bytes.step);
+    next(sums);
+  }
 }
 
-template <int kRows, bool kZero, class B>
-inline bool dot8_lines(const Weight& w, const Weight8& kind, const B& bytes, const Steps& x,
-                       int64_t rows, int64_t first_line, int64_t first, int64_t last,
-                       float* products, const Output& y) {
+// Lines [first, last), kLines at a time as long as there are so many; the rest is left to the caller.
+// memory: as dot8_groups makes it. Gives where it stopped, or -1 where a scale is too large.
+template <int kLines, int kRows, bool kZero, class B>
+inline int64_t dot8_lines(const Weight& w, const Weight8& kind, const B& bytes, const Steps& x,
+                          int64_t rows, int64_t first_line, int64_t first, int64_t last,
+                          float* products, const Output& y) {
   const int64_t stride = x.stride;
   const float* const x_scales = x.scales;
-  float *const scales = products + kRows * stride, *const zeros = scales + stride;
-  float* const scratch = zeros + stride;
-  const int64_t line_codes = (w.length * w.bits + 7) / 8, lines_ahead = 1 + kAhead / max64(1, w.line_bytes);
-  for (int64_t n = first; n < last; ++n) {
-    const int64_t line = first_line + n, row = w.grid_row(line);
-    ask_ahead(w, w.scale, row, lines_ahead);
-    const uint16_t* const halves = plain_halves(w, row, stride - 16);
-    if (!halves && !unit_scales(w, row, stride - 16, scratch, scales)) return false;
-    if constexpr (kZero) {
-      Weight by_zero = w;
-      by_zero.scale = w.offset;
-      ask_ahead(w, w.offset, row, lines_ahead);
-      unit_scales(by_zero, row, stride - 16, scratch, zeros);
+  float *const zeros = products + kLines * kRows * stride, *const scales = zeros + kLines * stride;
+  float* const scratch = scales + stride;
+  const int64_t line_codes = (w.length * w.bits + 7) / 8;
+  const int64_t lines_ahead = 1 + kAhead / max64(1, w.line_bytes);
+  for (; first + kLines <= last; first += kLines) {
+    const int64_t line = first_line + first;
+    for (int l = 0; l < kLines; ++l) {
+      const int64_t row = w.grid_row(line + l);
+      ask_ahead(w, w.scale, row, lines_ahead);
+      const uint16_t* const halves = plain_halves(w, row, stride - 16);
+      if (!halves && !unit_scales(w, row, stride - 16, scratch, scales)) return -1;
+      if constexpr (kZero) {
+        Weight by_zero = w;
+        by_zero.scale = w.offset;
+        ask_ahead(w, w.offset, row, lines_ahead);
+        unit_scales(by_zero, row, stride - 16, scratch, zeros + l * stride);
+      }
+      float* const to = products + l * kRows * stride;
+      for (int64_t u = 0; u < stride - 16; u += kWidth) {
+        const F s = halves ? from_f16(halves + u) : load(scales + u);
+#pragma GCC unroll 4
+        for (int m = 0; m < kRows; ++m)
+          store(to + m * stride + u, mul(s, load(x_scales + m * stride + u)));
+      }
     }
-    for (int64_t u = 0; u < stride - 16; u += kWidth) {
-      const F s = halves ? from_f16(halves + u) : load(scales + u);
+    F sums[kLines][kRows];
+    for (auto& each_line : sums)
+      for (F& each : each_line) each = zero();
+    dot8_line<kLines, kRows, kZero>(bytes, line_codes, x.steps,
+                                    {w.data + line * w.line_bytes, x.codes, products, zeros,
+                                     kind.powers, w.line_bytes, stride},
+                                    sums);
+#pragma GCC unroll 2
+    for (int l = 0; l < kLines; ++l)
 #pragma GCC unroll 4
       for (int m = 0; m < kRows; ++m)
-        store(products + m * stride + u, mul(s, load(x_scales + m * stride + u)));
-    }
-    F sums[kRows];
-    for (F& each : sums) each = zero();
-    dot8_line<kRows, kZero>(bytes, w.data + line * w.line_bytes, line_codes, x.steps, kind.powers,
-                            {x.codes, products, zeros, stride}, sums);
-#pragma GCC unroll 4
-    for (int m = 0; m < kRows; ++m)
-      if (m < rows) write_sum(y, m * y.row_stride + n, sum(sums[m]) * kind.factor);
+        if (m < rows) write_sum(y, m * y.row_stride + first + l, sum(sums[l][m]) * kind.factor);
   }
-  return true;
+  return first;
 }
 
-// Four rows of x at a time, which stay in the first cache; some lines stay in the second.
+// Four rows of x at a time, which stay in the first cache, against two lines, which share what is
+// read of x; some lines stay in the second.
 template <bool kZero, class B>
 inline bool dot8_groups(const Weight& w, const Weight8& kind, const B& bytes, const Steps& x,
                         int64_t rows, int64_t first_line, int64_t first, int64_t last,
                         const Output& y) {
   const int64_t item = y.type == Float::kF32 ? 4 : 2;
   const int64_t lines = rows <= 4 ? max64(1, last - first) : 16;
-  const Floats products = make_floats(6 * x.stride + w.grid_length + 128);
+  constexpr int kPair = kZero ? 1 : 2;
+  const Floats memory = make_floats(11 * x.stride + w.grid_length + 128);
   for (int64_t n = first; n < last; n += lines)
     for (int64_t m = 0; m < rows; m += 4) {
       const int64_t some = min64(4, rows - m), end = min64(last, n + lines);
       const Steps part{x.codes + m * x.steps * kRowBytes<B>, x.scales + m * x.stride, x.steps, some,
                        x.stride};
       const Output to{static_cast<char*>(y.data) + m * y.row_stride * item, y.type, y.row_stride};
-      const auto run = some == 1   ? dot8_lines<1, kZero, B>
-                       : some == 2 ? dot8_lines<2, kZero, B>
-                                   : dot8_lines<4, kZero, B>;
-      if (!run(w, kind, bytes, part, some, first_line, n, end, products.get(), to)) return false;
+      const auto run = [&](int64_t from, auto lines, auto of_x) {
+        constexpr int kLines = decltype(lines)::value, kRows = decltype(of_x)::value;
+        return dot8_lines<kLines, kRows, kZero>(w, kind, bytes, part, some, first_line, from, end,
+                                                memory.get(), to);
+      };
+      int64_t done = n;
+      if (some == 1) {
+        done = run(n, Constant<1>(), Constant<1>());
+      } else if (some == 2) {
+        done = run(n, Constant<1>(), Constant<2>());
+      } else {
+        done = run(n, Constant<kPair>(), Constant<4>());
+        if (done >= 0 && done < end) done = run(done, Constant<1>(), Constant<4>());
+      }
+      if (done < 0) return false;
     }
   return true;
 }
@@ -305,7 +342,7 @@ inline bool dot8(const Weight& w, const Weight8& kind, const Steps& x, int64_t r
   [[maybe_unused]] const FlushSubnormals mode;
   return with_bytes8(kind, [&](const auto& bytes) {
     using B = std::decay_t<decltype(bytes)>;
-    if constexpr (!B::kTables) {
+    if constexpr (!B::kIsTable) {
       if (kind.has_zero_point)
         return dot8_groups<true>(w, kind, bytes, x, rows, first_line, first, last, y);
     }
@@ -466,7 +503,7 @@ inline bool panels8(const Bytes8<kBits, kPlanes> bytes, const Weight& w, const W
                     const Codes8& x, const Panels8& panels, int64_t rows, int64_t first_line,
                     int64_t first, int64_t last, float* scratch, const Output& y) {
   using B = Bytes8<kBits, kPlanes>;
-  constexpr int kTables = kPlanes ? kPlanes : 1;
+  constexpr int kTables = B::kTables;
   const int64_t units = x.units, count = (rows + 31) / 32, stride = count * 32;
   const bool has_zeros = kind.has_zero_point;
   float *const sums = scratch, *const scales = sums + kLines8 * stride;

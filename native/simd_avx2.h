@@ -294,6 +294,7 @@ inline F load_some(const float* p, int64_t count) {  // zeros beyond
   return count >= kWidth ? load(p) : _mm256_maskload_ps(p, first(static_cast<int>(count)));
 }
 
+inline I held(I v) { return v; }
 inline I load_int(const int32_t* p) { return _mm256_loadu_si256((const I*)p); }
 inline void store_int(int32_t* p, I v) { _mm256_storeu_si256((I*)p, v); }
 inline I mul_int(I a, I b) { return _mm256_mullo_epi32(a, b); }
@@ -304,7 +305,8 @@ inline F to_float(I v) { return _mm256_cvtepi32_ps(v); }
 // it is 32 codes as they follow. kPlanes: tables; one is there or not where kBits is 0.
 template <int kBits, int kPlanes>
 struct Bytes8 {
-  static constexpr bool kTables = kBits && kPlanes;
+  static constexpr bool kIsTable = kBits && kPlanes;
+  static constexpr int kTables = kPlanes ? kPlanes : 1;
   static constexpr int kParts = kBits ? 8 / kBits : 1;
   // Products of small numbers may be added up in 16 bits. Others need x as 16-bit numbers: those of
   // even bytes, then those of odd ones.
@@ -313,7 +315,7 @@ struct Bytes8 {
   struct Codes {
     I at[kParts];
   };
-  I mask, flip, tables[kPlanes ? kPlanes : 1]{};
+  I mask, flip, tables[kTables]{};
   int bits;
   bool has_table;
   int64_t step;
@@ -366,6 +368,7 @@ struct Bytes8 {
       std::memcpy(to + i % 2 * 32 + i / 2 * 2, &code, 2);
     }
   }
+  static const uint8_t* row(const uint8_t* x) { return x; }
   // start + the products of bytes and x, of four bytes in every lane
   static I dot(I start, const Codes& bytes, const uint8_t* x) {
     if (kIsSmall) {

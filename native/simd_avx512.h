@@ -264,6 +264,11 @@ inline F load_some(const float* p, int64_t count) {  // zeros beyond
   return count >= kWidth ? load(p) : _mm512_maskz_loadu_ps(first(static_cast<int>(count)), p);
 }
 
+// The same number, in a register: GCC would read what is used twice from memory again.
+inline I held(I v) {
+  asm("" : "+v"(v));
+  return v;
+}
 inline I load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline void store_int(int32_t* p, I v) { _mm512_storeu_si512(p, v); }
 inline I mul_int(I a, I b) { return _mm512_mullo_epi32(a, b); }
@@ -291,12 +296,13 @@ inline constexpr FieldStarts kFieldStarts;
 // it is 64 codes as they follow. kPlanes: tables; one is there or not where kBits is 0.
 template <int kBits, int kPlanes>
 struct Bytes8 {
-  static constexpr bool kTables = kBits && kPlanes;
+  static constexpr bool kIsTable = kBits && kPlanes;
+  static constexpr int kTables = kPlanes ? kPlanes : 1;
   static constexpr int kParts = kBits ? 8 / kBits : 1, kPartBytes = 64;
   struct Codes {
     I at[kParts];
   };
-  I words{}, starts{}, mask, flip, tables[kPlanes ? kPlanes : 1]{};
+  I words{}, starts{}, mask, flip, tables[kTables]{};
   bool has_table;
   int64_t step;
   explicit Bytes8(const Weight8& kind)
@@ -342,11 +348,16 @@ struct Bytes8 {
   }
   static void put(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 64); }
   // start + the products of bytes and x, of four bytes in every lane
-  static I dot(I start, const Codes& bytes, const uint8_t* x) {
+  static I dot(I start, const Codes& bytes, const Codes& x) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kParts; ++j)
-      start = _mm512_dpbusd_epi32(start, bytes.at[j], _mm512_loadu_si512(x + 64 * j));
+    for (int j = 0; j < kParts; ++j) start = _mm512_dpbusd_epi32(start, bytes.at[j], x.at[j]);
     return start;
+  }
+  static Codes row(const uint8_t* x) {
+    Codes made;
+#pragma GCC unroll 4
+    for (int j = 0; j < kParts; ++j) made.at[j] = held(_mm512_loadu_si512(x + 64 * j));
+    return made;
   }
 };
 

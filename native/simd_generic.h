@@ -229,6 +229,7 @@ inline F load_some(const float* p, int64_t count) {  // zeros beyond
   return each<F>([&](int i) { return i < count ? p[i] : 0.0f; });
 }
 
+inline I held(I v) { return v; }
 inline I load_int(const int32_t* p) { return each<I>([&](int i) { return static_cast<uint32_t>(p[i]); }); }
 inline void store_int(int32_t* p, const I& v) { std::memcpy(p, v.at, sizeof v.at); }
 inline I mul_int(const I& a, const I& b) { return each<I>([&](int i) { return a.at[i] * b.at[i]; }); }
@@ -239,7 +240,8 @@ inline F to_float(const I& v) { return each<F>([&](int i) { return static_cast<f
 // it is 32 codes as they follow. kPlanes: tables; one is there or not where kBits is 0.
 template <int kBits, int kPlanes>
 struct Bytes8 {
-  static constexpr bool kTables = kBits && kPlanes;
+  static constexpr bool kIsTable = kBits && kPlanes;
+  static constexpr int kTables = kPlanes ? kPlanes : 1;
   static constexpr int kParts = kBits ? 8 / kBits : 1, kPartBytes = 32;
   struct Codes {
     uint8_t at[kParts][32];
@@ -272,6 +274,7 @@ struct Bytes8 {
     return made;
   }
   static void put(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 32); }
+  static const uint8_t* row(const uint8_t* x) { return x; }
   // start + the products of bytes and x, of four bytes in every lane
   static I dot(const I& start, const Codes& bytes, const uint8_t* x) {
     return each<I>([&](int lane) {

@@ -309,6 +309,7 @@ inline F load_some(const float* p, int64_t count) {  // zeros beyond
   return load(some);
 }
 
+inline I held(I v) { return v; }
 // start + four products of bytes and codes in every lane
 inline int32x4_t dot4(int32x4_t start, uint8x16_t bytes, int8x16_t x) {
 #if defined(PQ_DOTPROD)
@@ -329,12 +330,13 @@ inline int32x4_t dot4(int32x4_t start, uint8x16_t bytes, int8x16_t x) {
 // (kBits 0) it is 32 codes as they follow. kPlanes: tables; one is there or not where kBits is 0.
 template <int kBits, int kPlanes>
 struct Bytes8 {
-  static constexpr bool kTables = kBits && kPlanes;
+  static constexpr bool kIsTable = kBits && kPlanes;
+  static constexpr int kTables = kPlanes ? kPlanes : 1;
   static constexpr int kParts = kBits ? 8 / kBits : 1, kPartBytes = 32;
   struct Codes {
     uint8x16x2_t at[kParts];
   };
-  uint8x16_t mask, flip, tables[kPlanes ? kPlanes : 1];
+  uint8x16_t mask, flip, tables[kTables];
   int bits;
   bool has_table;
   int64_t step;
@@ -381,6 +383,7 @@ struct Bytes8 {
     return made;
   }
   static void put(const int8_t* codes, uint8_t* to) { std::memcpy(to, codes, 32); }
+  static const uint8_t* row(const uint8_t* x) { return x; }
   // start + the products of bytes and x, of four bytes in every lane
   static I dot(I start, const Codes& bytes, const uint8_t* x) {
     int32x4_t low = vreinterpretq_s32_u32(start.a), high = vreinterpretq_s32_u32(start.b);
