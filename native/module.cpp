@@ -390,7 +390,8 @@ class Matrix {
     const int64_t wide = ceil_div(ceil_div(w_.length, 2 * workers), kColumns) * kColumns;
     const int64_t step = a.rows > 4 ? kColumns : workers == 1 ? w_.length : wide;
     const int64_t scratch =
-        std::max(k.panel_depth * kColumns + a.rows * kColumns, a.rows > 4 ? 0 : 4 * step);
+        std::max(k.panel_depth * kColumns + a.rows * kColumns,
+                 a.rows > 4 ? 0 : 4 * step + 2 * few_grid(w_));
     parallel_for(ceil_div(w_.length, step), workers, [&](int64_t i) {
       k.panel_columns_of(w_, x, a.rows, first_line, a.columns, i * step,
                          std::min(w_.length, (i + 1) * step), task_scratch.floats(scratch), y);

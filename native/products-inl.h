@@ -247,11 +247,14 @@ struct FewScales {
   int64_t safe_rows = 0;  // rows that are quick, and whose vector lies inside the grid
   PQ_INLINE FewScales(const Weight& w, const Grid& grid, int64_t start, int64_t count)
       : grid(grid), grid_length(w.grid_length), start(start), count(count) {
+    const int64_t most = grid.number == Number::kUE8M0 ? 8 : kWidth;
+    if (are_plain(w, grid) && count <= most)
+      safe_rows = (w.grid_rows * grid_length - start - 16) / grid_length;
+  }
+  PQ_INLINE static bool are_plain(const Weight& w, const Grid& grid) {
     const bool is_plain = grid.number == Number::kF16 || grid.number == Number::kF32 ||
                           grid.number == Number::kU8 || grid.number == Number::kUE8M0;
-    const bool own_rows = w.leading == 1 && w.lead_block[0] == 1;
-    if (is_plain && own_rows && count <= 8 && !grid.tensor_scale)
-      safe_rows = (w.grid_rows * grid_length - start - 16) / grid_length;
+    return is_plain && !grid.tensor_scale && w.leading == 1 && w.lead_block[0] == 1;
   }
   // Of a safe row: false where a line must not be walked along (see can_walk).
   PQ_INLINE bool quick(int64_t row, bool is_minifloat, float* out) const {
@@ -280,8 +283,38 @@ struct FewScales {
   }
 };
 
-// Lines are taken some at a time, over all columns, so that memory is read nearly as it lies.
-constexpr int64_t kFewLines = 32;
+// Entries [start, start + count) of the grid's rows for some lines, as float32 numbers of rows that are
+// as long. Rows of a grid that is quantized itself are decoded together.
+inline Grid plain_grid(const Weight& w, const Grid& grid, int64_t line, int64_t lines, int64_t start,
+                       int64_t count, float* memory) {
+  const int64_t length = w.grid_length, before = start % 8;
+  const bool own_rows = w.leading == 1 && w.lead_block[0] == 1;
+  if (grid.number == Number::kNested && own_rows && count + before <= kSegment) {
+    decode_lines(*grid.nested, line, lines, start - before, count + before, memory + start - before,
+                 length);
+  } else {
+    for (int64_t i = 0; i < lines; ++i)
+      grid_line(grid, length, w.grid_row(line + i), start, count, memory + i * length + start);
+  }
+  return {Number::kF32, reinterpret_cast<const uint8_t*>(memory), few_grid(w), nullptr, nullptr};
+}
+
+// Some lines as a weight of their own, with plain scales and offsets for columns [first, last).
+inline Weight plain_lines(const Weight& w, int64_t line, int64_t lines, int64_t first, int64_t last,
+                          float* memory) {
+  const int64_t start = first / w.block, count = (last - 1) / w.block - start + 1;
+  Weight made = w;
+  made.data += line * w.line_bytes;
+  made.size_bytes -= static_cast<size_t>(line * w.line_bytes);
+  made.lines = lines;
+  made.leading = 1;
+  made.lead_block[0] = 1;
+  made.grid_rows = few_grid(w) / w.grid_length;
+  made.scale = plain_grid(w, w.scale, line, lines, start, count, memory);
+  if (w.offset_kind != OffsetKind::kNone)
+    made.offset = plain_grid(w, w.offset, line, lines, start, count, memory + few_grid(w));
+  return made;
+}
 
 // sums[m * stride, ...] += columns [n, n + kVectors * kWidth) of `depth` lines, for kRows rows; x
 // begins with them. The sums stay in registers.
@@ -351,15 +384,22 @@ template <int kRows, int kVectors>
 inline void columns_of(const Weight& w, const Packed& x, int64_t rows, int64_t first_line,
                        int64_t depth, int64_t first, int64_t last, float* sums, const Output& y) {
   const int64_t stride = last - first;
+  Weight some_lines;
+  float* const grids = sums + kRows * stride;
+  const bool are_plain = FewScales::are_plain(w, w.scale) &&
+                         (w.offset_kind == OffsetKind::kNone || FewScales::are_plain(w, w.offset));
   std::memset(sums, 0, 4 * static_cast<size_t>(kRows * stride));
   with_decoder(w, [&](const auto& fetch, const auto& number, auto is_common) PQ_INLINE_LAMBDA {
     if constexpr (decltype(is_common)::value) {
       for (int64_t k = 0; k < depth; k += kFewLines) {
         const int64_t some = min64(kFewLines, depth - k);
         const Packed from{x.data + k, x.stride};
+        const int64_t line = are_plain ? first_line + k : 0;
+        if (!are_plain) some_lines = plain_lines(w, first_line + k, some, first, last, grids);
+        const Weight& here = are_plain ? w : some_lines;
         for (int64_t n = first; n < last; n += kVectors * kWidth)
           with_walker(w, fetch, number, n, [&](const auto& walker_at) PQ_INLINE_LAMBDA {
-            columns_chunk<kRows, kVectors>(w, walker_at, from, first_line + k, some, n,
+            columns_chunk<kRows, kVectors>(here, walker_at, from, line, some, n,
                                            sums + n - first, stride);
           });
       }
@@ -377,10 +417,7 @@ inline int64_t columns_few(const Weight& w, const Packed& x, int64_t rows, int64
                            int64_t depth, int64_t first, int64_t last, float* sums,
                            const Output& y) {
   if (!is_fused(w) || rows > 4) return first;
-  // Scales that take a call a line are worth it only for wider panels.
-  if (FewScales(w, w.scale, 0, 1).safe_rows < depth / 2) return first;
-  if (w.offset_kind != OffsetKind::kNone && FewScales(w, w.offset, 0, 1).safe_rows < depth / 2)
-    return first;
+  if (w.scale.number == Number::kUE8M0 && !FewScales::are_plain(w, w.scale)) return first;
   const int64_t vectors = rows == 1 ? kFewVectors : kFewVectors / 4 < 4 ? 4 : kFewVectors / 4;
   const int64_t whole = first + (last - first) / (vectors * kWidth) * (vectors * kWidth);
   if (rows == 1)

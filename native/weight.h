@@ -73,6 +73,13 @@ struct Weight {
   }
 };
 
+// Few rows by lines along n: some lines at a time, over all columns, so that memory is read nearly as
+// it lies. Floats for their scales, with a vector to spare.
+constexpr int64_t kFewLines = 32;
+inline int64_t few_grid(const Weight& w) {
+  return (kFewLines + 2 + 16 / w.grid_length) * w.grid_length;
+}
+
 enum class Float : uint8_t { kF32, kF16, kBF16 };
 
 // A float matrix: strides count elements.

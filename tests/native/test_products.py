@@ -46,7 +46,7 @@ def both_orders(text: str, n: int, k: int) -> tuple[pq.QTensor, pq.QTensor]:
 
 @pytest.mark.parametrize("text", SCHEMES)
 def test_every_scheme(target: str, text: str) -> None:
-    for (n, k), m in product(((33, 70), (70, 256), (5, 600)), (1, 3, 20)):
+    for (n, k), m in product(((33, 70), (70, 256), (5, 600), (600, 40)), (1, 3, 20)):
         for q in both_orders(text, n, k):
             check(floats((m, k)), q)
 
