@@ -1,4 +1,4 @@
-// A few threads that sleep until there is work. Waiting is passive: spinning collapses under load.
+// A few threads that wait 50 us for more work, then sleep until there is some.
 #pragma once
 
 #include <cstdint>
