@@ -384,7 +384,8 @@ inline void pack_panels8(const Codes8& x, const Weight8& kind, int64_t rows, int
       uint8_t* const codes = to.codes + panel * x.padded * 32;
       float* const scales = to.scales + panel * x.units * 32;
       int32_t* const sums = to.sums + panel * x.units * 32;
-      for (int64_t m = 0; m < 32; ++m) {
+      const int64_t filled = rows - panel * 32 <= 16 ? 16 : 32;  // as many as tiles8 takes
+      for (int64_t m = 0; m < filled; ++m) {
         const int64_t row = panel * 32 + m;
         const int8_t* const from = x.codes + row * x.padded;
         for (int64_t u = 0; u < x.units; ++u) {

@@ -88,7 +88,7 @@ def empty(like: Array, shape: Sequence[int], kind: Any) -> tuple[Array, bool]:
     It is float32 where float64 is asked for, and of the machine's byte order.
     """
     is_wider = _is_float64(kind)
-    if isinstance(like, np.ndarray | np.generic):
+    if isinstance(like, (np.ndarray, np.generic)):
         held = np.dtype(np.float32 if is_wider else kind)
         if held.isnative:
             return _aligned(shape, held), is_wider

@@ -91,7 +91,7 @@ def _in_one_pass(
 ) -> tuple[HostArray, HostArray]:
     layout = _layout(scheme, tuple(x.shape))
     data, scales = np.empty(layout.data, np.uint8), np.empty(layout.grid, layout.scale)
-    spread = scheme.value.half_range if entries is None else float(np.abs(entries).max())
+    spread = layout.half_range if entries is None else float(np.abs(entries).max())
     how = (layout.shape, layout.block, number_of(scheme.scale), spread, threads_for(x))
     coder.quantize(_lines(x), data, plain(scales), *how)
     return data, scales
@@ -263,6 +263,7 @@ class _Layout(NamedTuple):
     data: tuple[int, ...]
     grid: tuple[int, ...]
     scale: Any  # NumPy's dtype of the scales, where they are numbers
+    half_range: float  # of the value type
     is_in_lines: bool  # each block lies in one line, and is not too long to hold
     takes_one_pass: bool
 
@@ -281,6 +282,7 @@ def _layout(scheme: QuantScheme, shape: tuple[int, ...]) -> _Layout:
         (*shape[:-1], size),
         scheme.scale_shape(shape),
         stored_dtype(kind) if isinstance(kind, ScaleDtype) else None,
+        scheme.value.half_range,
         in_lines,
         in_lines and is_plain,
     )
