@@ -12,14 +12,14 @@ enum { NO_OFFSET = 0, INTEGER_ZERO = 1, FLOAT_ZERO = 2, BIAS = 3 };
 
 constexpr int ROWS = 16 * RT, COLUMNS = 8 * NT, GROUPS = CHUNK / 32;
 constexpr int CODE_BYTES = CHUNK * BITS / 8;
-constexpr int CODE_PITCH = CODE_BYTES + (BITS <= 4 ? 16 : 32);  // rows of a quad's loads: other banks
+constexpr int CODE_PITCH = CODE_BYTES + (BITS <= 4 || WIDE ? 16 : 32);  // rows of a quad's loads: other banks
 constexpr bool IN_BLOCKS = BLOCK != 0;
 constexpr int PER_CHUNK = !IN_BLOCKS ? 0 : (BLOCK >= CHUNK ? 1 : CHUNK / BLOCK);
 constexpr bool NATURAL = KIND == E4M3 || KIND == E5M2 || KIND == LOOKUP;
 constexpr bool HALVES = BLOCK == 16;  // a quad's 32 values hold two blocks: threads 0, 1 and 2, 3
 constexpr bool SUMS_X = OFFSET == FLOAT_ZERO || OFFSET == BIAS;
 constexpr int LUT_COPIES = 32;  // one for each bank
-constexpr int THREADS = 32 * (WN * WK + WIDE);  // wgmma.cu has a warp that copies x
+constexpr int WORKERS = 32 * WN * WK, THREADS = WORKERS + 128 * WIDE;  // wgmma.cu's last ones copy x
 
 __host__ __device__ constexpr int size_of(int type) {
   return type == F32_T ? 4 : type == F16_T || type == BF16_T ? 2 : 1;
@@ -193,6 +193,20 @@ __device__ __forceinline__ u32 and_xor(u32 a, u32 mask, u32 b) {
 
 constexpr u32 MASK = both((1u << BITS) - 1);
 
+// A pair of integers or of small minifloats, one in the lowest bits of each half.
+__device__ __forceinline__ u32 from_fields(u32 f, u32 magic, u32 minus) {
+  if constexpr (KIND == MINIFLOAT) {
+    // Exponent and mantissa in place are the number times a power of two, subnormals too.
+    constexpr int E = KIND == MINIFLOAT ? BITS - 1 - MANTISSA : 1, B = (1 << (E - 1)) - 1;
+    constexpr u32 POWER = F16 ? (30u - B) << 10 : (254u - B) << 7;
+    constexpr int UP = (F16 ? 10 : 7) - MANTISSA;
+    constexpr u32 REST = both((1u << (BITS - 1)) - 1);
+    return fma2((f & both(1u << (BITS - 1))) << (16 - BITS) | (f & REST) << UP, both(POWER), MINUS_ZERO2);
+  } else {
+    return fma2(and_xor(f, MASK, magic), ONE2, minus);
+  }
+}
+
 // 8 codes of neither 4 nor 8 bits, at a thread's place in a group's bytes, as 4 pairs of fields
 // (i, i + 4), with other bits above them.
 __device__ __forceinline__ void fields(const u8* line, int t, u32* f) {
@@ -219,6 +233,12 @@ __device__ __forceinline__ void fields(const u8* line, int t, u32* f) {
       f[i] = (first >> BITS * i & ONE_MASK) | (second >> BITS * i & ONE_MASK) << 16;
     }
   }
+}
+
+// Two's complement of 8 bits to bf16: 128 + the lower seven, less 128 or 256, whose bf16 differ in bit 7.
+constexpr bool SIGNED_BYTES = KIND == SIGNED && BITS == 8 && !F16 && OFFSET != INTEGER_ZERO;
+__device__ __forceinline__ u32 from_bytes(u32 pair) {
+  return fma2(and_xor(pair, both(0x7F), both(MAGIC)), ONE2, and_xor(pair, both(0x80), both(0x8000u | MAGIC)));
 }
 
 // The 4 pairs of numbers of 8 codes of 4 bits (w0) or of 8 (w0, w1): the pairs (i, i + 4), neighbours
@@ -253,6 +273,9 @@ __device__ __forceinline__ void numbers_of(u32 w0, u32 w1, u32 magic, u32 minus,
 #pragma unroll
     for (int i = 0; i < 4; i++)
       a[i] = fma2(and_xor(__byte_perm(w0, w1, i | (4 + i) << 8), MASK, magic), ONE2, minus);
+  } else if constexpr (SIGNED_BYTES) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = from_bytes(__byte_perm(w0, w1, i | (4 + i) << 8));
   } else {  // 8 bits to bf16: 2^23 + u in float32 is 0x4B000000 with u in the lowest bits
     w0 ^= SIGN * 0x01010101u;
     w1 ^= SIGN * 0x01010101u;
@@ -277,20 +300,8 @@ __device__ __forceinline__ void decode(const u8* line, int t, u32 word, u32 magi
   } else {
     u32 f[4];
     fields(line, t, f);
-    if constexpr (KIND == MINIFLOAT) {
-      // Exponent and mantissa in place are the number times a power of two, subnormals too.
-      constexpr int E = KIND == MINIFLOAT ? BITS - 1 - MANTISSA : 1, B = (1 << (E - 1)) - 1;
-      constexpr u32 POWER = F16 ? (30u - B) << 10 : (254u - B) << 7;
-      constexpr int UP = (F16 ? 10 : 7) - MANTISSA;
-      constexpr u32 REST = both((1u << (BITS - 1)) - 1);
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        a[i] = fma2((f[i] & both(1u << (BITS - 1))) << (16 - BITS) | (f[i] & REST) << UP,
-                    both(POWER), MINUS_ZERO2);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; i++) a[i] = fma2(and_xor(f[i], MASK, magic), ONE2, minus);
-    }
+    for (int i = 0; i < 4; i++) a[i] = from_fields(f[i], magic, minus);
   }
 }
 
@@ -345,11 +356,11 @@ struct Operands {
   int m, n, k, xk, chunks, code_line, scale_line, offset_line, block_rows, m_tiles;
 };
 
-// One product of a batch: blockIdx.y counts tiles of its rows of x, then products.
-__device__ __forceinline__ Operands of_batch(const Operands& p) {
+// One product of a batch: `y` counts tiles of its rows of x, then products.
+__device__ __forceinline__ Operands of_batch(const Operands& p, int y) {
   if constexpr (!BATCHED) return p;
   Operands one = p;
-  const long long batch = blockIdx.y / p.m_tiles;
+  const long long batch = y / p.m_tiles;
   one.x += batch * p.x_batch;
   one.codes += batch * p.code_batch;
   one.scales += batch * p.scale_batch;
@@ -357,8 +368,8 @@ __device__ __forceinline__ Operands of_batch(const Operands& p) {
   one.y = (u8*)p.y + batch * (p.m / PLANES) * p.n * (OUT == 0 ? 4 : 2);
   return one;
 }
-__device__ __forceinline__ int first_row(const Operands& p) {
-  return (BATCHED ? blockIdx.y % p.m_tiles : blockIdx.y) * COLUMNS;
+__device__ __forceinline__ int first_row(const Operands& p, int y) {
+  return (BATCHED ? y % p.m_tiles : y) * COLUMNS;
 }
 
 // A warp's rows of the weight: chunks of codes, and the scales and offsets that belong to them.
@@ -453,14 +464,10 @@ struct Numbers {
   }
 };
 
-// The number of the 32 values of group c; with two blocks in a group that of the thread's values.
+// The number of pair q of the 32 values of group c: see pair_of in wgmma.cu.
 template <int SIZE, int BYTES>
-__device__ __forceinline__ u32 of_group(const Numbers<BYTES>& numbers, int c, int t) {
-  if constexpr (HALVES) {
-    const u32 low = numbers.template at<SIZE>(2 * c), high = numbers.template at<SIZE>(2 * c + 1);
-    return t < 2 ? low : high;
-  }
-  return numbers.template at<SIZE>(BLOCK >= CHUNK ? 0 : c * 32 / BLOCK);
+__device__ __forceinline__ u32 of_values(const Numbers<BYTES>& numbers, int c, int q) {
+  return numbers.template at<SIZE>(HALVES ? 2 * c + q / 2 : BLOCK >= CHUNK ? 0 : c * 32 / BLOCK);
 }
 
 // A scale twice, as bf16.
@@ -482,6 +489,20 @@ __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u3
   asm(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// All threads but those that only copy wait for each other.
+__device__ __forceinline__ void sync_workers() {
+  asm volatile("bar.sync 0, %0;" ::"n"(WORKERS) : "memory");
+}
+
+// What the kernel before wrote may be read from here on, and the next one may begin. Codes and numbers
+// of a weight are read before: see multiply in mma.py.
+__device__ __forceinline__ void follow() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
 }
 
 // The warps of a slice of k wait for each other.
@@ -580,19 +601,34 @@ __device__ __forceinline__ void put(void* y, long long at, const float* f, int c
 #endif
 }
 
+// The scale of a row of the weight that has one for all of k, and what scales the whole.
+__device__ __forceinline__ float scale_of_row(const Operands& p, int n) {
+  if constexpr (IN_BLOCKS) return 1.0f;
+  n = min(n, p.n - 1);
+  return number<SCALE>(p.scales + (p.block_rows == 1 ? n : n / p.block_rows) * p.scale_stride);
+}
+__device__ __forceinline__ float scale_of_all(const Operands& p, float undo) {
+  return undo * (p.tensor_scale ? *p.tensor_scale : 1.0f);
+}
+
 // The slices of a cluster together, in order, scaled, and out: each block of threads its share.
 __device__ __forceinline__ void finish(const Operands& p, const float* sums, int first_m, int m_here,
                                        float undo) {
+  constexpr int QUADS = ROWS * WN / 4;  // of rows
+  static_assert(WORKERS % QUADS == 0, "a thread keeps to its rows");
+  const int thread = threadIdx.x + blockIdx.z * WORKERS, row = thread % QUADS * 4;
+  const int n = blockIdx.x * (ROWS * WN) + row;
+  const float whole = scale_of_all(p, undo);
+  float scales[4];
+#pragma unroll
+  for (int j = 0; j < 4; j++) scales[j] = scale_of_row(p, n + j);
   if constexpr (KC > 1) {
     cluster_sync();
   } else {
-    __syncthreads();
+    sync_workers();
   }
-  constexpr int QUADS = ROWS * WN / 4;  // of rows
-  const float whole = undo * (p.tensor_scale ? *p.tensor_scale : 1.0f);
 #pragma unroll 2
-  for (int i = threadIdx.x + blockIdx.z * THREADS; i < QUADS * (m_here / PLANES); i += THREADS * KC) {
-    const int row = i % QUADS * 4, column = i / QUADS, n = blockIdx.x * (ROWS * WN) + row;
+  for (int column = thread / QUADS; column < m_here / PLANES; column += WORKERS * KC / QUADS) {
     float y[4] = {};
 #pragma unroll
     for (int plane = PLANES - 1; plane >= 0; plane--) {  // the smallest first
@@ -608,8 +644,7 @@ __device__ __forceinline__ void finish(const Operands& p, const float* sums, int
     if (n >= p.n) continue;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      if constexpr (!IN_BLOCKS)
-        y[j] *= number<SCALE>(p.scales + min(n + j, p.n - 1) / p.block_rows * p.scale_stride);
+      if constexpr (!IN_BLOCKS) y[j] *= scales[j];
       y[j] *= whole;
     }
     put(p.y, (long long)(first_m / PLANES + column) * p.n + n, y, min(p.n - n, 4), p.n % 4 == 0);

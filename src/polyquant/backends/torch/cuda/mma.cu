@@ -51,26 +51,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slice = warp / WN, across = warp % WN, g = lane / 4, t = lane % 4;
   const int first = blockIdx.x * (ROWS * WN) + across * ROWS;
-  const int first_m = first_row(p), m_here = min(p.m - first_m, COLUMNS);
+  const int first_m = first_row(p, blockIdx.y), m_here = min(p.m - first_m, COLUMNS);
   u32* lut = (u32*)shared;
   u8* stages = shared + LUT_BYTES + slice * STAGES * SLICE_STAGE;
   const u32 magic = both(MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
   float undo = 1.0f;
 
-  const Weight weight(of_batch(p), first, lane);
-  const Activations<32 * WN> x(of_batch(p), first_m, m_here, across * 32 + lane);
+  const Weight weight(of_batch(p, blockIdx.y), first, lane);
+  const Activations<32 * WN> x(of_batch(p, blockIdx.y), first_m, m_here, across * 32 + lane);
   auto place = [](int row, int piece) { return row * X_PITCH + piece * 16; };
-  auto fetch = [&](int stage, int chunk) {
-    const u32 to = shared_address(stages) + stage * SLICE_STAGE;
-    weight.fetch(to + X_STAGE + across * WARP_STAGE, chunk, lane);
-    x.fetch(to, chunk, place);
-  };
-
-  // Nothing of the kernel before may be read until it has ended.
-#if EARLY
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  auto x_of = [&](int stage) { return shared_address(stages) + stage * SLICE_STAGE; };
+  auto codes_of = [&](int stage) { return x_of(stage) + X_STAGE + across * WARP_STAGE; };
 
   if constexpr (KIND == LOOKUP) {
     undo = build_lut(lut, p.table);
@@ -81,15 +72,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   const int first_chunk = blockIdx.z * WK + slice, apart = WK * KC;
   const int count = (p.chunks - first_chunk + apart - 1) / apart;
 #pragma unroll
+  for (int s = 0; s < STAGES - 1; s++)
+    if (s < count) weight.fetch(codes_of(s), first_chunk + s * apart, lane);
+  follow();
+#pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
-    if (s < count) fetch(s, first_chunk + s * apart);
+    if (s < count) x.fetch(x_of(s), first_chunk + s * apart, place);
     asm volatile("cp.async.commit_group;");
   }
   for (int it = 0; it < count; it++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
     sync_slice(slice);  // all have this chunk, and none is still at the one overwritten next
     const int next = it + STAGES - 1;
-    if (next < count) fetch(next % STAGES, first_chunk + next * apart);
+    if (next < count) {
+      weight.fetch(codes_of(next % STAGES), first_chunk + next * apart, lane);
+      x.fetch(x_of(next % STAGES), first_chunk + next * apart, place);
+    }
     asm volatile("cp.async.commit_group;");
 
     const u8* x_at = stages + it % STAGES * SLICE_STAGE + t * 16;
@@ -189,5 +187,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   float* sums = (float*)(shared + LUT_BYTES);
 #pragma unroll
   for (int r = 0; r < RT; r++) put_sums(sums, acc[r], slice, across * ROWS + 16 * r, m_here, lane);
-  finish(of_batch(p), sums, first_m, m_here, undo);
+  finish(of_batch(p, blockIdx.y), sums, first_m, m_here, undo);
 }

@@ -53,6 +53,18 @@ class _Operands(ctypes.Structure):
     )
 
 
+class _Tiled(ctypes.Structure):
+    """The argument of wgmma.cu's kernel: its size is whole 64 bytes."""
+
+    _fields_ = (
+        ("x", ctypes.c_uint8 * 128),
+        ("operands", _Operands),
+        ("across", ctypes.c_int),
+        ("all", ctypes.c_int),
+        ("rest", ctypes.c_uint8 * (-(ctypes.sizeof(_Operands) + 8) % 64)),
+    )
+
+
 class _Grid(NamedTuple):
     """Numbers of the blocks, one grid: the array, its type's number, bytes between its lines and
     between products of a batch."""
@@ -69,16 +81,17 @@ def matmul(x: torch.Tensor, weight: QTensor, dtype: torch.dtype) -> torch.Tensor
     The weight's last two axes are stored last, in either order; its other axes are those of ``x``
     or are broadcast against (what that cannot be is dequantized for cuBLAS).
     """
-    k, n = weight.shape[-2:]
-    batch = weight.shape[:-2]
+    shape = weight.shape
+    (k, n), batch = shape[-2:], shape[:-2]
     if not batch:
-        rows = x.reshape(1, -1, k)
+        rows = x if x.ndim == 2 else x.reshape(-1, k)
     elif x.ndim > 1 and torch.broadcast_shapes(x.shape[:-2], batch) == batch:
         rows = x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
     else:
         return products.matmul(x, weight, dtype)
-    m, planes = rows.shape[1], PLANES[x.dtype]
-    y = torch.empty((rows.shape[0], m, n), dtype=dtype, device=x.device)
+    *products_of, m, _ = rows.shape
+    y = torch.empty((*products_of, m, n), dtype=dtype, device=x.device)
+    planes = PLANES[x.dtype]
     if k == 0:
         y.zero_()
     elif y.numel():
@@ -90,18 +103,20 @@ def matmul(x: torch.Tensor, weight: QTensor, dtype: torch.dtype) -> torch.Tensor
         else:
             for start in range(0, m, step):
                 part = slice(start, start + step)
-                multiply(rows[:, part], weight, y[:, part], None)
-    lead = (*batch, m) if batch else x.shape[:-1]
-    return y.reshape(*lead, n)
+                multiply(rows[part], weight, y[part], None)
+    if rows is x:
+        return y
+    return y.reshape(*(batch if batch else x.shape[:-2]), *x.shape[-2:-1], n)
 
 
 def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | None) -> None:
     """``y = x @ weight``, x (batch, m, k) or (m, k), by the given tiles or the table's."""
-    x, y = (x[None], y[None]) if x.ndim == 2 else (x, y)
-    batch, m, k = x.shape
+    *batches, m, k = x.shape
+    batch = batches[0] if batches else 1
     key = (batch, m, x.dtype, y.dtype, tiles)
     known = _launches(weight)
     launch = known.get(key)
+    is_known = launch is not None
     if launch is None:
         launch = _launch_of(weight, batch, m, (x.dtype, y.dtype, x.device.index or 0), tiles)
         if launch.of_weight:
@@ -109,13 +124,13 @@ def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | N
                 known.clear()
             known[key] = launch
     chosen = launch.tiles
-    if chosen.wide:
-        entering = _arranged(x, chosen.chunk, launch.is_natural)
-    else:
-        entering = decode.split_planes(x.reshape(-1, k)) if launch.planes > 1 else _aligned(x)
+    entering = decode.split_planes(x.reshape(-1, k)) if launch.planes > 1 else _aligned(x, chosen)
     argument = _Operands.from_buffer_copy(launch.argument)
     argument.x, argument.y = entering.data_ptr(), y.data_ptr()
-    nvrtc.launch(launch.plan.function, launch.plan.grid, argument, early=launch.plan.early)
+    given = _tiled(argument, entering, launch.plan, 8 * chosen.nt) if chosen.wide else argument
+    # A kernel copies codes and numbers of its weight before the kernel before it has ended. So that
+    # this is not the one that writes them, a weight's first product waits.
+    nvrtc.launch(launch.plan.function, launch.plan.grid, given, early=is_known)
 
 
 class _Launch(NamedTuple):
@@ -126,7 +141,6 @@ class _Launch(NamedTuple):
     argument: _Operands
     tiles: Tiles
     planes: int
-    is_natural: bool
     arrays: tuple[torch.Tensor | None, ...]
     of_weight: bool
 
@@ -152,8 +166,7 @@ def _launch_of(
     tiles: Tiles | None,
 ) -> _Launch:
     """A launch for ``batch`` times ``m`` rows; ``place``: dtypes of x and y, and the device."""
-    k, n = weight.shape[-2:]
-    kind, by_n = kind_of(weight.scheme), weight.axes[-1] == weight.ndim - 1
+    (k, n), by_n = weight.shape[-2:], weight.axes[-1] == weight.ndim - 1
     planes = PLANES[place[0]]
     tiles = _tiles_for(weight, m, place, tiles)
     codes = weight.data
@@ -172,12 +185,7 @@ def _launch_of(
         (_step(codes.data_ptr() | codes.stride(-2)), 1 if offsets is None else _step_of(offsets)),
         tiles,
     )
-    if tiles.wide:
-        xk = 64
-        x_bytes = -(-k // tiles.chunk) * tiles.chunk * (-(-m // 8) * 8) * 2
-    else:
-        xk = -(-k // 8) * 8
-        x_bytes = m * planes * xk * 2
+    xk = -(-k // 8) * 8
     arrays = (
         codes,
         scales.array,
@@ -187,7 +195,7 @@ def _launch_of(
     )
     strides = (codes.stride(-2), scales.stride, (offsets or none).stride)
     each = codes.stride(-2) * codes.shape[-2] if batch > 1 else 0
-    batches = (x_bytes, each, scales.batch, (offsets or none).batch)
+    batches = (m * planes * xk * 2, each, scales.batch, (offsets or none).batch)
     argument = _Operands(
         0,
         *(0 if array is None else array.data_ptr() for array in arrays),
@@ -199,8 +207,7 @@ def _launch_of(
     )
     own = (weight.data, weight.scales, weight.offsets)
     of_weight = all(mine is its for mine, its in zip(arrays[:3], own, strict=True))
-    is_natural = kind is not None and kind.is_natural
-    return _Launch(plan, argument, tiles, planes, is_natural, arrays, of_weight)
+    return _Launch(plan, argument, tiles, planes, arrays, of_weight)
 
 
 def _tiles_for(
@@ -228,48 +235,40 @@ def _fitting(tiles: Tiles, scheme: QuantScheme, dtype: torch.dtype, device: int)
     if tiles.wide and not takes:
         tiles = Tiles(2, min(tiles.nt, 8), 4, 2, 1, 2, 128)
     if capability < (9, 0):
-        tiles = tiles._replace(kc=1, early=0)
+        tiles = tiles._replace(kc=1)
     return tiles
-
-
-class _Rows(ctypes.Structure):
-    """The argument of arrange.cu's kernel."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "out")),
-        *((name, ctypes.c_int64) for name in ("x_stride", "x_batch")),
-        *((name, ctypes.c_int) for name in ("m", "k", "groups")),
-    )
 
 
 #: Tiles of 64 values of k of x that wgmma.cu holds at least.
 _X_LEAST = 4
-#: Threads of a block of arrange.cu, of 32 values each.
-_ARRANGERS = 64
 
 
-def _arranged(x: torch.Tensor, chunk: int, natural: bool) -> torch.Tensor:
-    """``x`` (batch, m, k) bf16 as wgmma.cu reads it: (batch, k / 64, m, 64), m and k padded."""
-    batch, m, k = x.shape
-    x = x if x.stride(2) == 1 else x.contiguous()
-    lines, tiles = -(-m // 8) * 8, -(-k // chunk) * chunk // 64
-    out = torch.empty((batch, tiles, lines, 64), dtype=x.dtype, device=x.device)
-    options = (f"NATURAL={int(natural)}",)
-    function = nvrtc.load(("arrange.cu",), "arrange", options, _ARRANGERS, 0, x.device.index or 0)
-    strides = (2 * x.stride(1), 2 * x.stride(0))
-    argument = _Rows(x.data_ptr(), out.data_ptr(), *strides, m, k, 2 * tiles)
-    nvrtc.launch(function, (-(-2 * tiles // _ARRANGERS), batch * lines, 1), argument)
-    return out
+def _aligned(x: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    """Lines of whole 16 bytes at addresses of whole 16 bytes: mostly ``x`` itself.
 
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Lines of whole 16 bytes at addresses of whole 16 bytes: mostly ``x`` itself."""
+    wgmma.cu copies tiles of any lines, the others want them one after the other.
+    """
     missing = -x.shape[-1] % 8
     if missing:
         return torch.nn.functional.pad(x, (0, missing))
-    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+    in_step = x.is_contiguous() or (tiles.wide and _is_in_lines(x))
+    if in_step and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_in_lines(x: torch.Tensor) -> bool:
+    """Whether elements of a line are neighbours, and lines whole 16 bytes apart."""
+    *steps, last = x.stride()
+    return last == 1 and all(step > 0 and step % 8 == 0 for step in steps)
+
+
+def _tiled(operands: _Operands, x: torch.Tensor, plan: _Plan, rows: int) -> _Tiled:
+    """The argument of wgmma.cu's kernel for ``x`` (batch, m, k)."""
+    *batch, m, k = x.shape
+    steps = (m * k, k) if x.is_contiguous() else (m * k, *x.stride())[-3:-1]
+    extents = (batch[0] if batch else 1, m, k)
+    return _Tiled(nvrtc.tiles_of_array(x.data_ptr(), extents, steps, rows), operands, *plan.blocks)
 
 
 def _grid(numbers: Any, kind: Any, batch: int) -> _Grid:
@@ -296,10 +295,12 @@ def _step(bits: int) -> int:
 
 
 class _Plan(NamedTuple):
+    """``blocks``: of wgmma.cu, those beside each other, and all."""
+
     function: nvrtc.Function
     grid: tuple[int, int, int]
+    blocks: tuple[int, int]
     numbers: tuple[int, ...]
-    early: bool
 
 
 @lru_cache(maxsize=4096)
@@ -353,17 +354,20 @@ def _plan(
     }
     before, source = "", "mma_n.cu" if by_n else "mma.cu"
     if tiles.wide:
-        more = (most // tiles.blocks - 1024 - shared) // _x_tile(tiles)
+        more = (most // tiles.blocks - 1024 - shared) // (tiles.wk * _x_tile(tiles))
         numbers["X_STAGES"] = max(_X_LEAST, min(8, _X_LEAST + more))
-        shared += (numbers["X_STAGES"] - _X_LEAST) * _x_tile(tiles)
+        shared += (numbers["X_STAGES"] - _X_LEAST) * tiles.wk * _x_tile(tiles)
         before, source = _wgmma(8 * tiles.nt), "wgmma.cu"
     shared += _TABLE_BYTES if number == LOOKUP else 0
     options = tuple(f"{name}={each}" for name, each in numbers.items())
-    threads = 32 * (tiles.wn * tiles.wk + tiles.wide)
+    threads = 32 * (tiles.wn * tiles.wk + 4 * tiles.wide)
     function = nvrtc.load(("codes.cuh", source), "matmul", options, threads, shared, device, before)
-    # Before wgmma.cu's kernel comes that of arrange.cu, which makes only x.
     grid, numbers_of_shape = _extents(scheme, product, grids, tiles)
-    return _Plan(function, grid, numbers_of_shape, bool(tiles.early or tiles.wide))
+    blocks = grid[0], grid[0] * grid[1]
+    if tiles.by_warps:  # as many as run at once: each takes one tile after the other
+        at_once = torch.cuda.get_device_properties(device).multi_processor_count * tiles.blocks
+        grid = (min(blocks[1], at_once), 1, 1)
+    return _Plan(function, grid, blocks, numbers_of_shape)
 
 
 def _extents(
@@ -399,12 +403,13 @@ def _per_chunk(tiles: Tiles, block: int) -> int:
 def _shared_bytes(tiles: Tiles, bits: int, x_rows: int, numbers: tuple[int, int]) -> int:
     """Shared memory of a block of threads without a table: see the constants of the kernels."""
     rows = 16 * tiles.rt
-    line = tiles.chunk * bits // 8 + (16 if bits <= 4 else 32)
+    line = tiles.chunk * bits // 8 + (16 if bits <= 4 or tiles.wide else 32)
     line += sum(-(-each // 16) * 16 for each in numbers)
     sums = tiles.wk * 8 * tiles.nt * (rows * tiles.wn + 4) * 4
     if tiles.wide:  # alignment, barriers, and the fewest tiles of x: their number is chosen later
-        least = _X_LEAST * _x_tile(tiles)
-        return 1152 + max(tiles.stages * tiles.wn * rows * line + least, sums)
+        least = tiles.wk * _X_LEAST * _x_tile(tiles)
+        turned = tiles.wn * 32 * 48 if tiles.by_warps else 0
+        return 1152 + turned + max(tiles.stages * tiles.wn * tiles.wk * rows * line + least, sums)
     stage = tiles.wn * rows * line + x_rows * (tiles.chunk * 2 + 64)
     return max(tiles.wk * tiles.stages * stage, sums)
 

@@ -38,17 +38,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   extern __shared__ __align__(16) u8 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int slice = warp / WN, across = warp % WN, member = across * 32 + lane;
-  const int first_m = first_row(p), m_here = min(p.m - first_m, COLUMNS);
+  const int first_m = first_row(p, blockIdx.y), m_here = min(p.m - first_m, COLUMNS);
   u32* lut = (u32*)shared;
   u8* stages = shared + LUT_BYTES + slice * STAGES * STAGE;
   const u32 magic = both(MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
   float undo = 1.0f;
 
-  const Operands mine = of_batch(p);
+  const Operands mine = of_batch(p, blockIdx.y);
   const Activations<32 * WN> x(mine, first_m, m_here, member);
   auto place = [](int row, int piece) { return row * X_PITCH + piece * 16; };
-  auto fetch = [&](int stage, int chunk) {
-    const u32 to = shared_address(stages) + stage * STAGE;
+  auto stage_at = [&](int stage) { return shared_address(stages) + stage * STAGE; };
+  auto fetch_codes = [&](u32 to, int chunk) {
     constexpr int PIECES = LINE_BYTES / CODE_PIECE, EACH = 16 / CODE_PIECE, APART = 32 * WN / PIECES;
     static_assert(32 * WN % PIECES == 0, "a thread keeps its place along the line");
     const int piece = member % PIECES, byte = blockIdx.x * LINE_BYTES + piece * CODE_PIECE;
@@ -59,7 +59,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
       const int at = line * LINE_BYTES + (piece / EACH ^ line / 4 % 4 * 2) * 16 + piece % EACH * CODE_PIECE;
       copy<CODE_PIECE>(to + at, from, chunk * CHUNK + line < p.k && byte < p.code_line);
     }
-    x.fetch(to + CODES_STAGE, chunk, place);
   };
 
   if constexpr (KIND == LOOKUP) {
@@ -90,18 +89,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   const int first_chunk = blockIdx.z * WK + slice, apart = WK * KC;
   const int count = (p.chunks - first_chunk + apart - 1) / apart;
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) {
-    if (s < count) fetch(s, first_chunk + s * apart);
-    asm volatile("cp.async.commit_group;");
-  }
+  for (int s = 0; s < STAGES - 1; s++)
+    if (s < count) fetch_codes(stage_at(s), first_chunk + s * apart);
   float scales[CHUNK / 16][4], next_scales[CHUNK / 16][4];
   u32 zeros[CHUNK / 16], next_zeros[CHUNK / 16];
   numbers_at(first_chunk * CHUNK + 4 * t, scales, zeros);
+  follow();
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) {
+    if (s < count) x.fetch(stage_at(s) + CODES_STAGE, first_chunk + s * apart, place);
+    asm volatile("cp.async.commit_group;");
+  }
   for (int it = 0; it < count; it++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
     sync_slice(slice);  // all have this chunk, and none is still at the one overwritten next
     const int next = it + STAGES - 1, k = (first_chunk + it * apart) * CHUNK + 4 * t;
-    if (next < count) fetch(next % STAGES, first_chunk + next * apart);
+    if (next < count) {
+      fetch_codes(stage_at(next % STAGES), first_chunk + next * apart);
+      x.fetch(stage_at(next % STAGES) + CODES_STAGE, first_chunk + next * apart, place);
+    }
     asm volatile("cp.async.commit_group;");
     numbers_at(k + apart * CHUNK, next_scales, next_zeros);
 

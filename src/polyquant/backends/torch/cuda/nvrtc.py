@@ -19,6 +19,7 @@ class Function(NamedTuple):
     handle: int
     threads: int
     shared_bytes: int
+    device: int
 
 
 @lru_cache(maxsize=512)
@@ -44,7 +45,7 @@ def load(
         handle = _ask(driver.cuModuleGetFunction(module, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ask(driver.cuFuncSetAttribute(handle, attribute, shared_bytes))
-    return Function(int(handle), threads, shared_bytes)
+    return Function(int(handle), threads, shared_bytes, device)
 
 
 @lru_cache(maxsize=512)
@@ -86,6 +87,8 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("count", ctypes.c_uint),
     )
+    kept: Any = None
+    """What it points to."""
 
 
 @lru_cache(maxsize=64)
@@ -101,6 +104,17 @@ def _attributes(cluster: int, early: bool) -> Any:
         kind = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         found.append(_Attribute(int(kind), words))
     return (_Attribute * len(found))(*found)
+
+
+@lru_cache(maxsize=4096)
+def _config(function: Function, grid: tuple[int, int, int], early: bool) -> _Config:
+    """A launch as it is each time, but for the stream."""
+    attributes = _attributes(grid[2], early)
+    place = ctypes.addressof(attributes)
+    threads, shared = function.threads, function.shared_bytes
+    config = _Config(*grid, threads, 1, 1, shared, None, place, len(attributes))
+    config.kept = attributes
+    return config
 
 
 @cache
@@ -123,19 +137,56 @@ def launch(
     A grid's last extent is that of a cluster. ``early``: the kernel waits for the one before it by
     itself (compute capability 9.0 on).
     """
+    config = _Config.from_buffer_copy(_config(function, grid, early))
+    config.stream = _stream_of(function.device)
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-    threads, shared = function.threads, function.shared_bytes
-    stream = torch.cuda.current_stream().cuda_stream
-    attributes = _attributes(grid[2], early)
-    place = ctypes.addressof(attributes)
-    config = _Config(*grid, threads, 1, 1, shared, stream, place, len(attributes))
     given = (ctypes.addressof(config), function.handle, pointers, None)
     status = _launcher()(*given)
+    if not status:
+        return
     if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-        _enter(torch.cuda.current_device())
+        _enter(function.device)
         status = _launcher()(*given)
     if status:
         _fail(str(driver.CUresult(status)))
+
+
+#: The handle of torch's current stream of a device. (``torch.cuda.current_stream`` takes ten times
+#: as long, and a launch asks each time.)
+_stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+
+
+@lru_cache(maxsize=4096)
+def tiles_of_array(
+    address: int, shape: tuple[int, int, int], strides: tuple[int, int], rows: int
+) -> Any:
+    """How a kernel copies tiles of 64 values of ``rows`` lines of a bf16 array by itself (a
+    CUtensorMap, 128 bytes, with the 128-byte swizzle).
+
+    ``strides``: of the first two axes in elements, whole eights; that of the last is 1.
+    """
+    many = [driver.cuuint64_t(extent) for extent in reversed(shape)]
+    bytes_between = [driver.cuuint64_t(2 * strides[1]), driver.cuuint64_t(2 * strides[0])]
+    box = [driver.cuuint32_t(each) for each in (64, rows, 1)]
+    ones = [driver.cuuint32_t(1)] * len(shape)
+    made = _ask(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            len(shape),
+            address,
+            many,
+            bytes_between,
+            box,
+            ones,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return (ctypes.c_uint8 * 128).from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
 
 
 @cache

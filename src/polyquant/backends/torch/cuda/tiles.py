@@ -9,7 +9,6 @@ import json
 import math
 import os
 from functools import lru_cache
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +24,7 @@ class Tiles(NamedTuple):
     ``rt, nt``: tiles of 16 rows of the weight and of 8 rows of x that a warp holds. ``wn, wk``:
     warps of a block of threads beside each other, and along k; ``kc``: blocks of threads of a
     cluster, along k. ``stages, chunk``: how many copies are under way, and of how many values of k
-    each. ``early``: whether blocks of threads may wait for the kernel before beside its last ones.
-    ``wide``: wgmma.cu, whose ``wk`` is 1. ``blocks``: blocks of threads that a multiprocessor must
+    each. ``wide``: wgmma.cu. ``blocks``: blocks of threads that a multiprocessor must
     have registers for.
     """
 
@@ -37,9 +35,13 @@ class Tiles(NamedTuple):
     kc: int
     stages: int
     chunk: int
-    early: int = 0
     wide: int = 0
     blocks: int = 1
+
+    @property
+    def by_warps(self) -> bool:
+        """Whether wgmma.cu's warps put out their own sums, and take one tile after the other."""
+        return bool(self.wide) and self.wk * self.kc == 1
 
     def smaller(self) -> Tiles:
         """The same with less shared memory; itself where there is nothing left to give up."""
@@ -109,26 +111,30 @@ def candidates(bits: int, columns: int) -> list[Tiles]:
     """What is worth measuring for so many rows of x: the best of some thousand tried once."""
     nt = -(-columns // 8)
     long, short = (512, 256) if bits <= 4 else (256, 128)
+    half = short // 2
     if nt == 1:
         shapes = [
             (1, 2, 4, 2, long, 2), (1, 2, 4, 3, short, 2), (2, 1, 8, 2, short, 1),
             (2, 2, 4, 3, short, 1), (2, 2, 2, 3, short, 2), (1, 4, 2, 2, long, 1),
             (2, 1, 4, 2, long, 1), (1, 2, 2, 3, long, 2), (1, 4, 4, 3, short, 1),
         ]  # fmt: skip
-        made = [Tiles(r, 1, wn, wk, 1, s, c, 0, 0, b) for r, wn, wk, s, c, b in shapes]
-        made.append(Tiles(2, 1, 2, 2, 2, 3, short))
-        return [tiles._replace(early=early) for tiles, early in product(made, (0, 1))]
+        made = [Tiles(r, 1, wn, wk, 1, s, c, 0, b) for r, wn, wk, s, c, b in shapes]
+        return [*made, Tiles(2, 1, 2, 2, 2, 3, short)]
+    few = []
     if nt == 2:
-        narrow = [(4, 1, 4, 1, 2, short), (2, 2, 2, 2, 2, short), (2, 2, 4, 1, 2, short),
-                  (4, 1, 8, 1, 2, short // 2), (2, 4, 2, 2, 3, short)]  # fmt: skip
-        return [Tiles(r, 2, wn, wk, kc, s, c, 1) for r, wn, wk, kc, s, c in narrow]
-    found = []
-    if nt <= 8:
-        half = short // 2
+        few = [(4, 1, 4, 1, 2, short), (2, 2, 2, 2, 2, short), (2, 2, 4, 1, 2, short),
+               (4, 1, 8, 1, 2, half), (2, 4, 2, 2, 3, short)]  # fmt: skip
+    elif nt <= 8:
         few = [(2, 2, 4, 1, 2, short), (2, 4, 2, 1, 2, short), (2, 2, 2, 2, 3, half),
                (4, 1, 4, 1, 2, half), (1, 4, 2, 2, 3, half), (2, 4, 2, 2, 2, half),
                (2, 2, 4, 1, 3, half), (2, 8, 1, 4, 3, half), (2, 4, 2, 1, 3, half)]  # fmt: skip
-        found = [Tiles(r, nt, wn, wk, kc, s, c, 1) for r, wn, wk, kc, s, c in few]
-    step = min(nt, 32)
-    tall = [(4, 2, 4, 2), (8, 2, 4, 1), (8, 2, 3, 1), (4, 1, 4, 1), (8, 1, 3, 1), (4, 2, 4, 1)]
-    return found + [Tiles(1, step, wn, 1, kc, s, short, 0, 1, b) for wn, kc, s, b in tall]
+    found = [Tiles(r, nt, wn, wk, kc, s, c) for r, wn, wk, kc, s, c in few]
+    tall = []
+    if 2 < nt <= 8:
+        tall = [(4, 4, 1, 3, 1), (4, 4, 1, 2, 1), (4, 4, 2, 2, 1), (4, 2, 1, 4, 1), (4, 2, 2, 3, 2),
+                (8, 1, 2, 4, 1), (4, 1, 2, 4, 2), (8, 2, 2, 2, 1)]  # fmt: skip
+    elif nt <= 16:
+        tall = [(8, 1, 2, 4, 1), (4, 2, 1, 2, 1), (4, 2, 1, 3, 1), (4, 4, 1, 2, 1)]
+    elif nt > 16:
+        tall = [(8, 1, 2, 3, 1), (8, 1, 2, 4, 1), (8, 1, 1, 3, 1), (8, 1, 1, 4, 1)]
+    return found + [Tiles(1, min(nt, 32), wn, wk, kc, s, short, 1, b) for wn, wk, kc, s, b in tall]

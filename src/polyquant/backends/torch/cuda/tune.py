@@ -21,7 +21,7 @@ from polyquant.scheme import scheme as as_scheme
 #: One scheme for each way of decoding that has a speed of its own.
 SCHEMES = ("q4s-32", "nf4", "mxfp4", "q8s-row", "fp8-row", "q2s/64:f16", "q3s/64:f16")
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192))
-ROWS_OF_X = (1, 4, 8, 16, 32, 64, 128, 256, 512)
+ROWS_OF_X = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 #: Bytes of the copies of a weight, so that none is found in a cache, and replays of each graph.
 _COPIES_BYTES, _REPLAYS = 240e6, 7
 
@@ -96,11 +96,15 @@ def copies(scheme: str, n: int, k: int, place: torch.device) -> list[QTensor]:
 
 
 def graph_us(calls: Sequence[Any], replays: int) -> float:
-    """Microseconds of a call: the median of replays of a graph that holds all of them."""
+    """Microseconds of a call: the median of replays of a graph that holds all of them.
+
+    Each runs once before, as it does before a graph is made of a model.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        calls[0]()
+        for call in calls:
+            call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

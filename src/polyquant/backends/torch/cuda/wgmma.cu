@@ -2,13 +2,13 @@
 //
 // Codes become numbers in registers, are multiplied by their block's scale, rounded to bf16, and are
 // the left operand, whose layout is that of mma.m16n8k16; so sums run over the whole of k in the
-// tensor cores. A warp owns 16 RT rows of the weight, which it copies for itself, STAGES chunks deep;
-// four warps make RT tiles of 64 rows. While the tensor cores multiply one UNIT of k, the next one
-// becomes numbers. x comes from arrange.cu as tiles of 64 values of k, in the order in which decode
-// makes numbers and with the 128-byte swizzle: one more warp copies them by cp.async.bulk, X_STAGES
-// deep, and mbarriers say which are full and which are free.
+// tensor cores. A warp owns 16 rows of the weight, which it copies for itself, STAGES chunks deep;
+// four warps make a tile of 64 rows. While the tensor cores multiply one UNIT of k, the next one
+// becomes numbers. For each slice of k one more warp copies tiles of 64 values of k of x
+// (cp.async.bulk.tensor, with the 128-byte swizzle), X_STAGES deep, and mbarriers say which are full
+// and which are free.
 //
-// The caller guarantees besides: WK is 1, OFFSET is no float, and K is padded to whole chunks in x.
+// The caller guarantees besides: RT is 1, WN whole fours, OFFSET no float.
 
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -40,35 +40,168 @@ __device__ __forceinline__ void await(u32 barrier, u32 parity) {
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;}" ::"r"(barrier), "r"(parity) : "memory");
 }
-__device__ __forceinline__ void copy_bulk(u32 to, const u8* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+// A tile of x, zeros where it leaves the array.
+__device__ __forceinline__ void copy_tile(u32 to, const u64* map, int k, int row, int batch, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%2, %3, %4}], [%5];"
+               ::"r"(to), "l"(map), "r"(k), "r"(row), "r"(batch), "r"(barrier) : "memory");
+}
+
+// -- codes ----------------------------------------------------------------------------------------
+
+// One and two bytes of shared memory in whole registers: beside narrow ones, too, ptxas lets them wait.
+__device__ __forceinline__ u32 byte_of(const u8* p) {
+  u32 byte;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(shared_address(p)));
+  return byte;
+}
+__device__ __forceinline__ u32 bytes_of(const u8* p) {
+  u32 two;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(two) : "r"(shared_address(p)));
+  return two;
+}
+
+// Codes 8 q + 2 t and the next of a group of 32, as numbers: what thread t of a quad holds of k.
+__device__ __forceinline__ u32 pair_of(const u8* group, u32 q, u32 t, u32 magic, u32 minus, float zero,
+                                       const u32* lut) {
+  if constexpr (KIND == LOOKUP) {
+    return *(const u32*)((const u8*)lut + threadIdx.x % 32 * 4 + byte_of(group + 4 * q + t) * (4 * LUT_COPIES));
+  } else if constexpr (BITS == 8) {
+    const u32 w = bytes_of(group + 8 * q + 2 * t);
+    u32 pair;
+    if constexpr (KIND == E4M3) {
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((u16)w));
+      return from_f16(pair);
+    } else if constexpr (KIND == E5M2) {
+      return from_f16(__byte_perm(w, 0, 0x1404));
+    } else if constexpr (SIGNED_BYTES) {
+      return from_bytes(__byte_perm(w, 0, 0x4140));
+    } else {
+      const u32 u = w ^ SIGN * 0x0101u;
+      return pack(__uint_as_float(__byte_perm(u, 0x4B000000u, 0x7440)) - zero,
+                  __uint_as_float(__byte_perm(u, 0x4B000000u, 0x7441)) - zero);
+    }
+  } else {
+    if constexpr (8 % BITS == 0) {  // a byte times this is the byte and itself further up
+      const u32 bit = BITS * (8 * q + 2 * t);
+      return from_fields((byte_of(group + bit / 8) >> bit % 8) * (1 + (1 << (16 - BITS))), magic, minus);
+    } else {
+      const u32 byte = BITS * q + 2 * BITS * t / 8, shift = 2 * BITS * t % 8;
+      const u32* words = (const u32*)(group + (byte & ~3));
+      const u32 two = __funnelshift_r(words[0], words[1], 8 * (byte & 3) + shift) & (1u << 2 * BITS) - 1;
+      return from_fields(two | two << (16 - BITS), magic, minus);
+    }
+  }
+}
+
+// -- sums -----------------------------------------------------------------------------------------
+
+// With all of k in one block of threads a warp puts out its own 16 rows: four tiles of eight rows of x
+// at a time, turned round in shared memory, while what its block of threads multiplies next is copied.
+constexpr bool BY_WARPS = KC * WK == 1;
+constexpr int OUT_PITCH = 48, OUT_TILES = NT < 4 ? NT : 4;
+constexpr int TURNED = 8 * 4 * OUT_PITCH;
+
+__device__ __forceinline__ u32 pack_out(float low, float high) {
+  u32 d;
+#if OUT == 1
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+#endif
+  return d;
+}
+
+__device__ __forceinline__ void put_rows(const Operands& p, u8* turned, const float (*acc)[4], int first,
+                                         int first_m, int m_here, float undo, int lane) {
+  const float whole = scale_of_all(p, undo);
+  const float scales[2] = {scale_of_row(p, first + lane / 4), scale_of_row(p, first + lane / 4 + 8)};
+  if constexpr (OUT == 0) {  // float32: eight neighbours at once as they are
+#pragma unroll
+    for (int j = 0; j < NT; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int m = 8 * j + lane % 4 * 2 + i % 2, row = first + lane / 4 + i / 2 * 8;
+        const float s = IN_BLOCKS ? 1.0f : scales[i / 2];
+        if (m < m_here && row < p.n) ((float*)p.y)[(long long)(first_m + m) * p.n + row] = acc[j][i] * s * whole;
+      }
+    return;
+  }
+  const int n = first + lane % 2 * 8;
+  const u32 to = shared_address(turned) + lane % 8 * OUT_PITCH + lane / 8 % 2 * 16;
+#pragma unroll
+  for (int j0 = 0; j0 < NT; j0 += OUT_TILES) {
+    __syncwarp();
+#pragma unroll
+    for (int j = j0; j < j0 + OUT_TILES && j < NT; j += 2) {
+      u32 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {  // of tile j rows g and g + 8, then those of the next tile
+        const float* pair = acc[j + i / 2 < NT ? j + i / 2 : j] + i % 2 * 2;
+        const float s = IN_BLOCKS ? 1.0f : scales[i % 2];
+        words[i] = pack_out(pair[0] * s * whole, pair[1] * s * whole);
+      }
+      const int tile = j - j0 + lane / 16;
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                   ::"r"(to + (tile < OUT_TILES ? tile : j - j0) * 8 * OUT_PITCH), "r"(words[0]),
+                   "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < (OUT_TILES + 1) / 2; i++) {
+      const int row = i * 16 + lane / 2, m = j0 * 8 + row;
+      if (row >= 8 * OUT_TILES || m >= m_here || n >= p.n) continue;
+      const u16* from = (const u16*)(turned + row * OUT_PITCH + lane % 2 * 16);
+      u16* y = (u16*)p.y + (long long)(first_m + m) * p.n + n;
+      if (p.n % 8 == 0) {
+        *(uint4*)y = *(const uint4*)from;
+      } else {
+        for (int e = 0; e < 8 && n + e < p.n; e++) y[e] = from[e];
+      }
+    }
+  }
 }
 
 // -- the product ----------------------------------------------------------------------------------
 
 constexpr int X_TILE = COLUMNS * 128;  // 64 values of k
 constexpr int TILES = CHUNK / 64;      // of a chunk
+// Registers of a thread: what one of so many begins with, what the warps that copy x keep, and what
+// the others have then.
+constexpr int AT_FIRST = 65536 / (THREADS * BLOCKS) / 8 * 8, FEW = 24;
+constexpr int LEFT = (AT_FIRST * THREADS - FEW * (THREADS - WORKERS)) / WORKERS / 8 * 8;
+constexpr int MANY = LEFT > 240 ? 240 : LEFT;
+
 // Groups of 32 values that become numbers together. A chunk has an even number of them, since two
 // take turns in registers.
-constexpr int UNIT = RT * NT <= 8 && GROUPS % 8 == 0 ? 4 : RT * NT <= 16 && GROUPS % 4 == 0 ? 2 : 1;
-static_assert(GROUPS / UNIT % 2 == 0, "units take turns");
+constexpr int UNIT = NT <= 16 && MANY >= 160 && GROUPS % 8 == 0 ? 4 : GROUPS % 4 == 0 ? 2 : 1;
+static_assert(RT == 1 && GROUPS / UNIT % 2 == 0, "units take turns");
 constexpr int UNIT_TILES = UNIT < 2 ? 1 : UNIT / 2;
 static_assert(X_STAGES >= 2 * UNIT_TILES, "a unit's tiles and those of the one before");
-constexpr int X_BYTES = X_STAGES * X_TILE;
+constexpr int X_BYTES = WK * X_STAGES * X_TILE;
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Operands p) {
+struct alignas(64) Tiled {
+  u64 x[16];  // how tiles of it are copied: a CUtensorMap
+  Operands operands;
+  int across, all;  // blocks of WN warps' rows of the weight; those times tiles of rows of x, times products
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __grid_constant__ Tiled tiled) {
+  const Operands& p = tiled.operands;
   extern __shared__ u8 unaligned[];
-  __shared__ u64 barriers[2 * X_STAGES];
+  __shared__ u64 barriers[2 * WK * X_STAGES];
   u8* shared = unaligned + (-(int)shared_address(unaligned) & 1023);
-  const u32 x_at = shared_address(shared), full = shared_address(barriers), empty = full + 8 * X_STAGES;
   u32* lut = (u32*)(shared + X_BYTES);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int first_m = first_row(p), m_here = min(p.m - first_m, COLUMNS);
-  const int count = (p.chunks - (int)blockIdx.z + KC - 1) / KC;
-  float undo = 1.0f, acc[RT][NT][4];
+  const bool copies = warp >= WN * WK;
+  const int slice = copies ? warp - WN * WK : warp / WN, apart = WK * KC;
+  const u32 x_at = shared_address(shared) + slice * (X_STAGES * X_TILE);
+  const u32 full = shared_address(barriers) + slice * (16 * X_STAGES), empty = full + 8 * X_STAGES;
+  const int first_chunk = blockIdx.z * WK + slice, count = (p.chunks - first_chunk + apart - 1) / apart;
+  const int first_tile = blockIdx.y * gridDim.x + blockIdx.x, step = gridDim.x * gridDim.y;
+  float undo = 1.0f, acc[NT][4];
 
-  if (threadIdx.x == 0) {
+  if (copies && slice < WK && lane == 0) {
     for (int s = 0; s < X_STAGES; s++) {
       make_barrier(full + 8 * s, 1);
       make_barrier(empty + 8 * s, WN);
@@ -78,142 +211,142 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   if constexpr (KIND == LOOKUP) undo = build_lut(lut, p.table);
   __syncthreads();
 
-  if (warp == WN) {
-    if (lane == 0) {
-      // Only x is made by the kernel before; the weight was there when that one began.
-      asm volatile("griddepcontrol.wait;" ::: "memory");
-      const long long lines = (p.m + 7) / 8 * 8;  // of one tile of x
-      const u32 bytes = (m_here + 7) / 8 * 1024;
-      const u8* from = of_batch(p).x + (long long)first_m * 128;
-      for (int i = 0; i < count * TILES; i++) {
-        const int stage = i % X_STAGES;
-        if (i >= X_STAGES) await(empty + 8 * stage, (i / X_STAGES - 1) & 1);
-        const long long tile = (long long)(blockIdx.z + i / TILES * KC) * TILES + i % TILES;
-        expect(full + 8 * stage, bytes);
-        copy_bulk(x_at + stage * X_TILE, from + tile * lines * 128, bytes, full + 8 * stage);
+  if (copies) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEW));
+    if (slice < WK && lane == 0) {
+      follow();
+      int stage = 0;
+      u32 parity = 1;  // of a stage that was never filled the phase before has passed
+      for (int tile = first_tile; tile < tiled.all; tile += step) {
+        const int y = tile / tiled.across, batch = BATCHED ? y / p.m_tiles : 0;
+        for (int i = 0; i < count * TILES; i++) {
+          await(empty + 8 * stage, parity);
+          expect(full + 8 * stage, X_TILE);
+          copy_tile(x_at + stage * X_TILE, tiled.x, (first_chunk + i / TILES * apart) * CHUNK + i % TILES * 64,
+                    first_row(p, y), batch, full + 8 * stage);
+          if (++stage == X_STAGES) stage = 0, parity ^= 1;
+        }
       }
     }
-    __syncwarp();
-  } else {
-    const int first = (blockIdx.x * WN + warp) * ROWS;
-    const u32 magic = both(MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
-    u8* stages = shared + X_BYTES + LUT_BYTES + warp * STAGES * WARP_STAGE;
-    const Weight weight(of_batch(p), first, lane);
-#pragma unroll
-    for (int r = 0; r < RT; r++)
-#pragma unroll
-      for (int j = 0; j < NT; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) acc[r][j][i] = 0.0f;
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {
-      if (s < count) weight.fetch(shared_address(stages) + s * WARP_STAGE, blockIdx.z + s * KC, lane);
-      asm volatile("cp.async.commit_group;");
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY));
+  const u32 magic = both(MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
+  u8* stages = shared + X_BYTES + LUT_BYTES + warp * STAGES * WARP_STAGE;
+  auto first_of = [&](int tile) { return (tile % tiled.across * WN + warp % WN) * ROWS; };
+  auto weight_of = [&](int tile) {
+    return Weight(of_batch(p, tile / tiled.across), first_of(tile), lane);
+  };
+  // What is copied next: chunks of a tile, then those of the block's next tile.
+  Weight weight = weight_of(first_tile);
+  int coming = first_tile, chunk = 0, into = 0, from = 0;
+  auto fetch = [&] {
+    if (chunk < count) {
+      weight.fetch(shared_address(stages) + into * WARP_STAGE, first_chunk + chunk * apart, lane);
+      chunk++;
+      if constexpr (BY_WARPS) {
+        if (chunk == count && (coming += step) < tiled.all) chunk = 0, weight = weight_of(coming);
+      }
     }
-    // Start address, bytes between groups of 8 rows (1024), and the 128-byte swizzle.
-    const u64 x_tiles = (u64)((x_at & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-    int x_stage = 0;
-    u32 parity = 0;
+    asm volatile("cp.async.commit_group;");
+    if (++into == STAGES) into = 0;
+  };
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) fetch();
+  // Start address, bytes between groups of 8 rows (1024), and the 128-byte swizzle.
+  const u64 x_tiles = (u64)((x_at & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+  int x_stage = 0;
+  u32 parity = 0;
+  bool begun = false;
+  for (int tile = first_tile; tile < tiled.all; tile += step) {
+#pragma unroll
+    for (int j = 0; j < NT; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)  // so that none sees a constant: else ptxas (13.0) lets products wait
+        asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[j][i]));
     for (int it = 0; it < count; it++) {
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
       __syncwarp();  // all lanes' copies are here, and none is still at the chunk overwritten next
-      const int next = it + STAGES - 1;
-      if (next < count)
-        weight.fetch(shared_address(stages) + next % STAGES * WARP_STAGE, blockIdx.z + next * KC, lane);
-      asm volatile("cp.async.commit_group;");
+      fetch();
 
-      const u8* mine = stages + it % STAGES * WARP_STAGE;
-      const u8* codes = mine + g * CODE_PITCH;
-      Numbers<SCALE_BYTES> scales[RT][2];
-      Numbers<OFFSET_BYTES> offsets[RT][2];
+      const u8* mine = stages + from * WARP_STAGE;
+      if (++from == STAGES) from = 0;
+      Numbers<SCALE_BYTES> scales[2];
+      Numbers<OFFSET_BYTES> offsets[2];
 #pragma unroll
-      for (int r = 0; r < 2 * RT; r++) {
+      for (int half = 0; half < 2; half++) {
         const u8* from = mine + ROWS * CODE_PITCH;
-        if constexpr (IN_BLOCKS) scales[r / 2][r % 2].load(from + (8 * r + g) * SCALE_PITCH);
+        if constexpr (IN_BLOCKS) scales[half].load(from + (8 * half + g) * SCALE_PITCH);
         if constexpr (OFFSET != NO_OFFSET)
-          offsets[r / 2][r % 2].load(from + ROWS * SCALE_PITCH + (8 * r + g) * OFFSET_PITCH);
+          offsets[half].load(from + ROWS * SCALE_PITCH + (8 * half + g) * OFFSET_PITCH);
       }
-      u32 words[RT][2][2], a[2][UNIT][RT][2][4];
+      u32 a[2][UNIT][2][4];
 #pragma unroll
       for (int u = 0; u < GROUPS / UNIT; u++) {
 #pragma unroll
         for (int e = 0; e < UNIT; e++) {
           const int c = u * UNIT + e;
 #pragma unroll
-          for (int r = 0; r < RT; r++) {
-            if constexpr (BITS == 4) {
-              if (c % 2 == 0)
-                load_words(mine + (16 * r + lane % 16) * CODE_PITCH + lane / 16 * 16 + c * 16, words[r]);
+          for (int i = 0; i < 8; i++) {  // of 16 values (i / 4) rows g and g + 8, then 8 further on
+            const int q = i / 4 * 2 + i % 4 / 2, half = i % 2;
+            u32 minus = subtrahend(SIGN);
+            float zero = 8388608.0f + SIGN;
+            if constexpr (OFFSET == INTEGER_ZERO) {
+              const u32 z = SIGN + of_values<1>(offsets[half], c, q);
+              minus = subtrahend(z);
+              zero = __uint_as_float(0x4B000000u | z);
             }
-            u32 rows[2][4];
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-              u32 minus = subtrahend(SIGN);
-              float zero = 8388608.0f + SIGN;
-              if constexpr (OFFSET == INTEGER_ZERO) {
-                u32 z = SIGN + of_group<1>(offsets[r][half], c, t);
-                minus = subtrahend(z);
-                zero = __uint_as_float(0x4B000000u | z);
-              }
-              decode(codes + (16 * r + 8 * half) * CODE_PITCH + c * 4 * BITS, t, words[r][c % 2][half],
-                     magic, minus, zero, lut, rows[half]);
-              if constexpr (IN_BLOCKS) {
-                const u32 s = scale_pair(of_group<size_of(SCALE)>(scales[r][half], c, t));
-#pragma unroll
-                for (int i = 0; i < 4; i++) rows[half][i] = fma2(rows[half][i], s, MINUS_ZERO2);
-              }
-            }
-#pragma unroll
-            for (int s = 0; s < 2; s++) {
-              u32* left = a[u % 2][e][r][s];
-              left[0] = rows[0][2 * s], left[1] = rows[1][2 * s];
-              left[2] = rows[0][2 * s + 1], left[3] = rows[1][2 * s + 1];
-#pragma unroll
-              for (int i = 0; i < 4; i++) asm volatile("" : "+r"(left[i]));  // made here
-            }
+            const u8* group = mine + (g + 8 * half) * CODE_PITCH + c * 4 * BITS;
+            u32 pair = pair_of(group, q, t, magic, minus, zero, lut);
+            if constexpr (IN_BLOCKS)
+              pair = fma2(pair, scale_pair(of_values<size_of(SCALE)>(scales[half], c, q)), MINUS_ZERO2);
+            a[u % 2][e][i / 4][i % 4] = pair;
           }
+#pragma unroll
+          for (int i = 0; i < 8; i++) asm volatile("" : "+r"(a[u % 2][e][i / 4][i % 4]));  // made here
         }
         const int first_c = u * UNIT;
-        u64 tile[UNIT_TILES];
+        u64 x_tile[UNIT_TILES];
 #pragma unroll
         for (int j = 0; j < UNIT_TILES; j++) {
           const bool wraps = x_stage + j >= X_STAGES;
           const int stage = x_stage + j - (wraps ? X_STAGES : 0);
           if (first_c % 2 == 0) await(full + 8 * stage, parity ^ wraps);
-          tile[j] = x_tiles + (stage * X_TILE >> 4);
+          x_tile[j] = x_tiles + (stage * X_TILE >> 4);
         }
         wgmma_fence();
 #pragma unroll
         for (int e = 0; e < UNIT; e++)
 #pragma unroll
           for (int s = 0; s < 2; s++)
-#pragma unroll
-            for (int r = 0; r < RT; r++)
-              wgmma(acc[r], a[u % 2][e][r][s], tile[e / 2] + (first_c + e) % 2 * 4 + 2 * s);
+            wgmma(acc, a[u % 2][e][s], x_tile[e / 2] + (first_c + e) % 2 * 4 + 2 * s);
         wgmma_commit();
         wgmma_wait<1>();  // the ones before have read their registers, and their tiles of x
-        if (first_c % 2 == 0 && lane < UNIT_TILES && it + u > 0) {
+        if (first_c % 2 == 0 && lane < UNIT_TILES && begun) {
           const int before = x_stage - 1 - lane;
           arrive(empty + 8 * (before < 0 ? before + X_STAGES : before));
         }
+        begun = true;
         if ((first_c + UNIT) % 2 == 0 && (x_stage += UNIT_TILES) >= X_STAGES)
           x_stage -= X_STAGES, parity ^= 1;
       }
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int r = 0; r < RT; r++)
+    for (int j = 0; j < NT; j++)
 #pragma unroll
-      for (int j = 0; j < NT; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) asm volatile("" : "+f"(acc[r][j][i])::"memory");
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+      for (int i = 0; i < 4; i++) asm volatile("" : "+f"(acc[j][i])::"memory");
+    const int y = tile / tiled.across, first_m = first_row(p, y), m_here = min(p.m - first_m, COLUMNS);
+    if constexpr (BY_WARPS) {
+      u8* turned = shared + X_BYTES + LUT_BYTES + WN * STAGES * WARP_STAGE + warp * TURNED;
+      put_rows(of_batch(p, y), turned, acc, first_of(tile), first_m, m_here, undo, lane);
+    } else {  // the block has no other
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      sync_workers();
+      float* sums = (float*)shared;
+      put_sums(sums, acc, slice, warp % WN * ROWS, m_here, lane);
+      finish(of_batch(p, y), sums, first_m, m_here, undo);
+      break;
+    }
   }
-  __syncthreads();
-  float* sums = (float*)shared;
-  if (warp < WN) {
-#pragma unroll
-    for (int r = 0; r < RT; r++) put_sums(sums, acc[r], 0, warp * ROWS + 16 * r, m_here, lane);
-  }
-  finish(of_batch(p), sums, first_m, m_here, undo);
 }
