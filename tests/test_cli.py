@@ -459,8 +459,9 @@ def test_conform_exits_with_its_verdict(monkeypatch: Any) -> None:
 def test_conform_quick_on_numpy() -> None:
     form = run_json("conform", "--quick")
     assert form["checks"] > 50 and form["failed"] == 0
-    form = run_json("conform", "--quick", "--scheme", "nf4", "--scheme", "q3s/8:f16")
-    assert {r["scheme"] for r in form["results"]} == {"u4[nf4]/64:f32", "q3s/8:f16"}
+    form = run_json("conform", "--quick", "--scheme", "nf4", "--scheme", "q5f/2x3x4:f16")
+    assert {r["scheme"] for r in form["results"]} == {"u4[nf4]/64:f32", "q5f/2x3x4:f16"}
+    assert form["failed"] == 0
     assert "unknown-scheme" in run("conform", "--scheme", "nf5", code=2).stderr
     assert run("conform", "--device", "torch:gpu", code=2).stdout == ""
 

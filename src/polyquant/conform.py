@@ -107,6 +107,8 @@ _QUICK = (
 _SHAPES = ((3, 70), (1, 1), (33,), (2, 3, 40), (16, 128), (0, 8), (4, 0))
 #: One shape for all that is quick, since JAX compiles every operation for every shape.
 _QUICK_SHAPE = (33, 70)
+#: Where blocks have three axes.
+_QUICK_CUBE = (2, 4, 35)
 #: (m, n, k) of products: one row, odd extents, and extents that fast kernels take.
 _PRODUCTS = ((1, 128, 256), (2, 48, 70), (5, 33, 65), (16, 64, 128), (70, 96, 512))
 _QUICK_PRODUCTS = ((1, *_QUICK_SHAPE), (5, *_QUICK_SHAPE))
@@ -221,7 +223,9 @@ def summary(results: Iterable[Result]) -> Summary:
 
 def _inputs(scheme: QuantScheme, dtypes: tuple[str, ...], *, quick: bool) -> Iterator[_Input]:
     """Normal numbers in every dtype, then awkward ones in float32, then awkward shapes."""
-    shapes = [_QUICK_SHAPE] if quick else [s for s in _SHAPES if len(s) >= _rank(scheme)]
+    shapes = [s for s in _SHAPES if len(s) >= _rank(scheme)]
+    if quick:
+        shapes = [_quick_shape(scheme)]
     first = shapes[0]
     for kind in dtypes:
         yield _input(scheme, first, "normal", kind)
@@ -323,6 +327,10 @@ def _rank(scheme: QuantScheme) -> int:
     return 0 if scheme.block is None else len(scheme.block)
 
 
+def _quick_shape(scheme: QuantScheme) -> tuple[int, ...]:
+    return _QUICK_SHAPE if _rank(scheme) < 3 else _QUICK_CUBE
+
+
 # -- quantize, dequantize, transfer -----------------------------------------------------------
 
 
@@ -402,7 +410,7 @@ def _result(
 
 def _layout_checks(place: _Place, scheme: QuantScheme, *, quick: bool) -> Iterator[Result]:
     """Views of the device's arrays quantize like copies; permuted tensors dequantize permuted."""
-    shape = _QUICK_SHAPE if _rank(scheme) < 3 else (2, 4, 35)
+    shape = _quick_shape(scheme)
     given = _input(scheme, shape, "normal", "float32")
     views = list(_views(place, given.values))
     if not quick:
