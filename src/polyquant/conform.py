@@ -223,7 +223,7 @@ def summary(results: Iterable[Result]) -> Summary:
 
 def _inputs(scheme: QuantScheme, dtypes: tuple[str, ...], *, quick: bool) -> Iterator[_Input]:
     """Normal numbers in every dtype, then awkward ones in float32, then awkward shapes."""
-    shapes = [s for s in _SHAPES if len(s) >= _rank(scheme)]
+    shapes: list[tuple[int, ...]] = [s for s in _SHAPES if len(s) >= _rank(scheme)]
     if quick:
         shapes = [_quick_shape(scheme)]
     first = shapes[0]
