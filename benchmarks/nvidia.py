@@ -29,6 +29,7 @@ from rivals_cuda import copies_of
 
 import polyquant as pq
 from polyquant.backends.torch.cuda.tune import graph_us
+from polyquant.dispatch import kernels
 
 PLACE = torch.device("cuda:0")
 SHAPES = ((8192, 8192), (4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672))
@@ -45,6 +46,10 @@ SCHEMES = (
     "q2s/64:f16",
 )
 WITH_BARS = ("q8s-32", "mxfp8", "q3s/64:f16")
+#: Quantized and dequantized besides SCHEMES; and looked up, as tables of EMBEDDING.
+CONVERTED = ("q8s-32", "fp8-128x128")
+LOOKED_UP = ("q4s-32", "u4/32:f16-zero:u4", "nf4", "mxfp4", "q8s-row")
+EMBEDDING, INDICES = (128256, 4096), (1, 64, 4096)
 PAIRS = (
     ("fp8-tensor", "fp8-tensor"),
     ("fp8-row", "fp8-row"),
@@ -88,7 +93,8 @@ def main() -> None:
     made["products"] += measure_products(*first, (*SCHEMES, *WITH_BARS), made, rivals=True)
     cublas = {row["m"]: row["cublas_us"] for row in made["products"]}
     made["both_quantized"] = measure_pairs(*first, cublas)
-    made["conversions"] = [measure_conversions(each) for each in (*SCHEMES, "q8s-32")]
+    made["conversions"] = [measure_conversions(each) for each in (*SCHEMES, *CONVERTED)]
+    made["embeddings"] = measure_embeddings()
     made["bars"] = bars([*made["products"], *made["both_quantized"]])
     report(made)
     write(made, arguments.out, begin)
@@ -218,7 +224,7 @@ def measure_conversions(scheme: str) -> dict[str, Any]:
         moved = q.nbytes + xs[0].nbytes
         us = time_us([lambda: q.dequantize(kind)] * 3)  # noqa: B023
         found[f"dequantize_{kind}_gb_s"] = round(moved / us / 1e3)
-        kernel = "torch.triton.quantize"
+        kernel = "torch.nvrtc.quantize"
         if pq.supports("torch:cuda:0", scheme, "quantize").kernel == kernel:
             from polyquant.backends.torch.cuda import encode
 
@@ -227,6 +233,26 @@ def measure_conversions(scheme: str) -> dict[str, Any]:
             us = time_us([lambda x=x: encode.quantize(x, made, "minmax", table=table) for x in xs])  # noqa: B023
             found[f"quantize_{kind}_gb_s"] = round(moved / us / 1e3)
     return found
+
+
+def measure_embeddings() -> list[dict[str, Any]]:
+    """Rows of a table looked up in bf16, other ones each time; beside ``F.embedding`` in bf16."""
+    table = torch.randn(EMBEDDING, device=PLACE).to(torch.bfloat16)
+    lists = {
+        n: [torch.randint(0, len(table), (n,), device=PLACE) for _ in range(20)] for n in INDICES
+    }
+    lookup = torch.nn.functional.embedding
+    bf16_us = {n: time_us([lambda i=i: lookup(i, table) for i in ids]) for n, ids in lists.items()}
+    kernel = {k.name: k for k in kernels("torch", "cuda")}["torch.triton.embedding"]
+    rows = []
+    for scheme in LOOKED_UP:
+        q = pq.quantize(table, scheme)
+        for n, ids in lists.items():
+            us = time_us([lambda i=i: kernel.run(i, q, torch.bfloat16) for i in ids])  # noqa: B023
+            moved = n * (q.nbytes / len(table) + table[0].nbytes)
+            row = {"scheme": scheme, "indices": n, "us": us, "bf16_us": bf16_us[n]}
+            rows.append(row | {"gb_s": round(moved / us / 1e3)})
+    return rows
 
 
 def measure_host() -> dict[str, float]:
@@ -278,6 +304,8 @@ def report(made: dict[str, Any]) -> None:
         ]
         print(f"  {scheme}: " + "  ".join(cells))
     for row in made["conversions"]:
+        print("  ", row)
+    for row in made["embeddings"]:
         print("  ", row)
     met = sum(bar["met"] for bar in made["bars"])
     print(f"bars met: {met} of {len(made['bars'])}")

@@ -37,6 +37,7 @@ def section() -> str:
         _bars(found["bars"]),
         f"GB/s read and written of 8192 x 8192 (GB/s of the whole GPU: {moved}):",
         _conversions(found["conversions"]),
+        *_embeddings(found.get("embeddings", [])),
         "What a call costs the processor, us: "
         + ", ".join(f"`{name}` {time}" for name, time in found["host_us"].items())
         + ".",
@@ -115,6 +116,20 @@ def _bars(bars: list[dict[str, Any]]) -> str:
         ]
         lines.append([f"`{scheme}`", *cells])
     return table(["speed-up / goal", *(str(m) for m in rows_of_x)], lines)
+
+
+def _embeddings(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    if not rows:
+        return ()
+    at = {(row["scheme"], row["indices"]): row for row in rows}
+    counts = list(dict.fromkeys(row["indices"] for row in rows))
+    bf16 = {row["indices"]: row["bf16_us"] for row in rows}
+    lines = [["bf16 (`F.embedding`)", *(f"{bf16[n]:.1f}" for n in counts)]]
+    for scheme in dict.fromkeys(row["scheme"] for row in rows):
+        cells = [_cell(at[scheme, n]["us"], at[scheme, n]["bf16_us"]) for n in counts]
+        lines.append([f"`{scheme}`", *cells])
+    head = ["us (speed-up)", *(f"{n} of 128256 rows of 4096" for n in counts)]
+    return "Rows of a table looked up, in bf16:", table(head, lines)
 
 
 def _conversions(rows: list[dict[str, Any]]) -> str:

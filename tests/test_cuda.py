@@ -6,6 +6,7 @@ Without Triton what is left is their table: what they take, and what they say of
 from __future__ import annotations
 
 import json
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cuda_host
 import polyquant as pq
 from polyquant import conform
 from polyquant.dispatch import explain_problem
@@ -34,8 +36,8 @@ DTYPES = ("float32", "float16", "bfloat16") if IS_GPU else ("float32", "float16"
 def _problem(op: str, scheme: str, **facts: Any) -> Problem:
     if op == "quantize":
         return Problem(op, "cuda", "float32", option=str(as_scheme(scheme)))
-    if op == "dequantize":
-        return Problem(op, "cuda", as_scheme(scheme))
+    if op in ("dequantize", "embedding"):
+        return Problem(op, "cuda", as_scheme(scheme), **facts)
     left = facts.pop("left", "bfloat16")
     layout = facts.pop("layout", (None, (1, 0)))
     sizes = facts.pop("sizes", (1, 4096, 4096))
@@ -75,8 +77,11 @@ def _inputs(scheme: str, kinds: tuple[str, ...]) -> list[Any]:
         (_problem("matmul", "q4s", layout=(None, (1, 0, 2))), "torch.triton.cublas"),
         (_problem("matmul", "q8s/row:f32@native", step=4), "torch.nvrtc.mma"),
         (_problem("matmul", "q8s/row:f32@native", step=2), "torch.triton.cublas"),
-        (_problem("quantize", "nvfp4"), "torch.triton.quantize"),
-        (_problem("quantize", "q3s/32:f16"), "definition.quantize"),
+        (_problem("quantize", "nvfp4"), "torch.nvrtc.quantize"),
+        (_problem("quantize", "q3s/32:f16@native"), "torch.nvrtc.quantize"),
+        (_problem("quantize", "q4s/7:f16"), "definition.quantize"),
+        (_problem("embedding", "nf4-double"), "torch.triton.embedding"),
+        (_problem("embedding", "nf4", layout=((1, 0),)), "definition.embedding"),
         (_problem("dequantize", "q5f/2x3x4:f16"), "torch.triton.dequantize"),
     ],
     ids=str,
@@ -162,25 +167,104 @@ def test_dequantize(scheme: str) -> None:
             assert not conform._differ(host, expected, f"{given.what} to {kind}")
 
 
+#: On the CPU every variant of the kernel takes the compiler some time.
+ENCODED = SCHEMES if IS_GPU else (
+    "q4s-32", "q8s-tensor", "q8f-row", "fp8-128x128", "nvfp4", "nf4", "nf4-double", "iq4_nl",
+    "mxfp6-e3m2", "mxfp8-e5m2", "q1f/32:f16", "q5f/32:f16", "q4s/16:bf16", "u8[dynamic8]/64:f32",
+    "u4/32:f16-zero:u4", "u3/32:ue8m0-zero:bf16", "u5/32:f32+bias:f32", "u1[custom]/8:f16",
+    "q3s/16:f16@native", "u4/32:(u6/8:f16)+bias:(q6s/8:f16)", "e4m3/16:ue4m3@packed_native",
+)  # fmt: skip
+
+
+@pytest.fixture
+def encoder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernel of quantize; without a GPU it is compiled for the CPU."""
+    kernel = _kernel("torch.nvrtc.quantize")
+    if not IS_GPU:
+        package = import_module("polyquant.backends.torch.cuda")
+        monkeypatch.setattr(package, "nvrtc", cuda_host, raising=False)
+        monkeypatch.setitem(sys.modules, f"{package.__name__}.nvrtc", cuda_host)
+        monkeypatch.setattr(import_module(f"{package.__name__}.encode"), "nvrtc", cuda_host)
+    return kernel
+
+
+@needs_triton
+@cuda_host.needs_compiler
+@pytest.mark.parametrize("scheme", ENCODED)
+@pytest.mark.parametrize("nonfinite", ["raise", "saturate"])
+def test_quantize(scheme: str, nonfinite: str, encoder: Any) -> None:
+    reason = encoder.why_not(_problem("quantize", scheme))
+    if reason is not None:
+        assert "whole bytes" in reason
+        return
+    made, saturates = as_scheme(scheme), nonfinite == "saturate"
+    shapes = [s for s in (*SHAPES, (2, 1024)) if len(s) >= len(made.block or ())]
+    if not IS_GPU:
+        shapes = [(3, 70)] if saturates else [(3, 70), (4, 128), (0, 8)]
+    narrow = ("float16", "bfloat16") if IS_GPU else (("float16", "bfloat16")[len(scheme) % 2],)
+    with np.errstate(all="ignore"):
+        given = [conform._input(made, shape, "normal", "float32") for shape in shapes]
+        for dtype in ("float32", *narrow)[: 1 if saturates and not IS_GPU else None]:
+            given += [conform._input(made, shapes[0], kind, dtype) for kind in conform._MAKERS]
+    for each in given:
+        values = np.array(each.values)
+        if saturates and values.size > 3:
+            values.reshape(-1)[:3] = np.nan, np.inf, 1.0
+        try:
+            with np.errstate(all="ignore"):
+                wanted = pq.quantize(values, made, table=each.table, nonfinite=nonfinite)
+        except pq.errors.NonFiniteInput:  # beyond float16
+            continue
+        x = torch.from_numpy(values.view("V2").view("i2") if values.itemsize == 2 else values)
+        x = x.view(getattr(torch, values.dtype.name)).to(DEVICE.partition(":")[2])
+        table = wanted.to(DEVICE).table
+        with np.errstate(all="ignore"):
+            got = encoder.run(x, made, "minmax", table=table, nonfinite=nonfinite)
+        assert not conform._parts_differ(got, wanted), each.what
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "scheme", ["q4s-32", "q8s-row", "nvfp4", "fp8-128x128", "u4/64:f16-zero:u4"]
+)
+def test_quantizing_large_tensors(scheme: str, encoder: Any) -> None:
+    torch.manual_seed(14)
+    for shape in ((300, 4096), (3, 40000), (2, 70, 640), (1, 100000), (513, 1000)):
+        x = torch.randn(shape, device="cuda").to(torch.bfloat16)
+        x[..., 5], x[0, ...] = 0.0, x[0, ...] * 1000
+        got = encoder.run(x, as_scheme(scheme), "minmax")
+        with np.errstate(all="ignore"):
+            wanted = pq.quantize(x.float().cpu().numpy(), scheme)
+        assert not conform._parts_differ(got, wanted), shape
+
+
 @needs_triton
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("nonfinite", ["raise", "saturate"])
-def test_quantize(scheme: str, nonfinite: str) -> None:
-    kernel = _kernel("torch.triton.quantize")
-    reason = kernel.why_not(_problem("quantize", scheme))
-    if reason is not None:
-        pytest.skip(reason)
-    for given in _inputs(scheme, tuple(conform._MAKERS)):
-        values = np.array(given.values)
-        if nonfinite == "saturate" and values.size > 3:
-            values.reshape(-1)[:3] = np.nan, np.inf, 1.0
+def test_embedding(scheme: str) -> None:
+    kernel, made = _kernel("torch.triton.embedding"), as_scheme(scheme)
+    for shape in ((70, 40), (5, 3, 24)):
+        if made.block is not None and len(made.block) > len(shape):
+            continue
+        wanted = conform._input(made, shape, "normal", "float32").reference()
+        q = wanted.to(DEVICE)
+        rows = torch.tensor([[4, 0], [3, 3], [1, shape[0] - 1]]).to(q.data.device)
         with np.errstate(all="ignore"):
-            wanted = pq.quantize(values, given.scheme, table=given.table, nonfinite=nonfinite)
-        x = torch.from_numpy(values).to(DEVICE.partition(":")[2])
-        table = wanted.to(DEVICE).table
-        with np.errstate(all="ignore"):  # the interpreter's arithmetic is NumPy's
-            got = kernel.run(x, given.scheme, "minmax", table=table, nonfinite=nonfinite)
-        assert not conform._parts_differ(got, wanted), given.what
+            values, expected = kernel.run(rows, q, None), wanted.dequantize()
+        host = pq.arrays.backend("torch").to_host(values)
+        assert not conform._differ(host, expected[rows.cpu().numpy()], "the values")
+        assert kernel.run(rows[:0], q, torch.float16).shape == (0, 2, *shape[1:])
+
+
+@needs_gpu
+def test_looking_up_rows_on_the_gpu() -> None:
+    q = pq.quantize(torch.randn(1000, 256, device="cuda"), "nf4")
+    rows = torch.randint(0, 1000, (7, 9), device="cuda")
+    assert pq.explain("embedding", rows, q).kernel == "torch.triton.embedding"
+    expected = q.dequantize()[rows]
+    assert torch.equal(pq.ops.embedding(rows, q), expected)
+    assert torch.equal(torch.nn.functional.embedding(rows, q), expected)
+    with pytest.raises(pq.errors.InvalidIndex):
+        pq.ops.embedding(rows + 1000, q)
 
 
 @needs_triton

@@ -46,7 +46,7 @@ from polyquant.scheme import QuantScheme
 from polyquant.scheme import scheme as as_scheme
 
 #: Operations that kernels compute. ("linear" is a product and a sum.)
-OPS = ("matmul", "quantize", "dequantize")
+OPS = ("matmul", "quantize", "dequantize", "embedding")
 
 
 @dataclass(frozen=True)
@@ -394,7 +394,7 @@ def matmul_problem(a: Any, b: Any, device: str, *, transformed: bool = False) ->
 def one_operand_problem(
     op: str, operand: Any, device: str, option: str = "", *, transformed: bool = False
 ) -> Problem:
-    """The facts of quantize or dequantize."""
+    """The facts of quantize, dequantize or embedding."""
     what = operand.scheme if isinstance(operand, QTensor) else dtype_name(operand)
     layout = (operand.axes if isinstance(operand, QTensor) else None,)
     kind = device_kind(device)
@@ -407,7 +407,7 @@ def explain(op: str, *operands: Any) -> Explanation:
     Runs nothing. Raises UnknownName for an op without kernels, InvalidArgument for too few
     operands, and what the operation itself refuses about devices, shapes and dtypes.
     """
-    wanted = {"matmul": 2, "linear": 2, "quantize": 1, "dequantize": 1}
+    wanted = {"matmul": 2, "linear": 2, "quantize": 1, "dequantize": 1, "embedding": 2}
     if not isinstance(op, str) or op not in wanted:
         known = ", ".join(wanted)
         raise UnknownName(what="op with kernels", got=op, known=known, nearest="matmul")
@@ -420,11 +420,13 @@ def explain(op: str, *operands: Any) -> Explanation:
     owner = check_one_device(op, roles)
     for role, operand in roles:
         if not isinstance(operand, QTensor):
-            check_real(role, operand, integers=False)
+            check_real(role, operand, integers=op == "embedding")
     if op == "quantize" and isinstance(first, QTensor):
         raise AlreadyQuantized(role="operand 1", scheme=str(first.scheme))
-    if op == "dequantize" and not isinstance(first, QTensor):
-        raise InvalidArgument(name="operand 1", wanted="a QTensor", got=first)
+    if op == "embedding":  # a kernel asks about the weight alone
+        first, *rest = rest
+    if op in ("dequantize", "embedding") and not isinstance(first, QTensor):
+        raise InvalidArgument(name=f"operand {wanted[op]}", wanted="a QTensor", got=first)
     device = device_among(owner, first, *rest)
     watched = is_transformed(owner, first, *rest)
     if not rest:

@@ -184,6 +184,17 @@ def decode(q: QTensor, native: Any, *, transformed: bool = False) -> Array:
         return choose(owner.name, problem).run(q, native)
 
 
+def decode_rows(rows: Array, weight: QTensor, native: Any) -> Array:
+    """The values of a weight at checked indices along its first axis, in a dtype of the library."""
+    owner = backend_of(weight.data)
+    watched = is_transformed(owner, weight)
+    problem = one_operand_problem("embedding", weight, weight.device, transformed=watched)
+    found = choose(owner.name, problem).run(rows, weight, native)
+    if isinstance(found, QTensor):
+        return decode(found, native, transformed=is_transformed(owner, found))
+    return found
+
+
 def float_dtype(like: Array, kind: Any, what: str) -> Any:
     """The library's own dtype for a name or dtype. Raises UnsupportedDtype."""
     name = kind if isinstance(kind, str) else getattr(kind, "name", None)

@@ -22,6 +22,7 @@ from polyquant.arrays import (
 from polyquant.data import is_whole
 from polyquant.dispatch import check_one_device
 from polyquant.errors import InvalidArgument, InvalidIndex, ShapeMismatch
+from polyquant.ops.conversion import decode_rows
 from polyquant.ops.lacking import flat_positions
 from polyquant.ops.operands import (
     Operands,
@@ -202,9 +203,11 @@ def embedding(indices: Any, weight: Any) -> Array:
     one_axis(0, weight.shape)
     rows = index_beside(weight, indices, 0, least=0)
     if isinstance(weight, QTensor):
+        if not propagates():
+            return finish(entered, decode_rows(rows, weight, None))
         found = views.take(weight, rows, 0)
         is_same = found.scheme == weight.scheme
-        return found if propagates() and is_same else finish(entered, found.dequantize())
+        return found if is_same else finish(entered, found.dequantize())
     (values,) = entered.values()
     found = entered.xp.take(values, entered.xp.reshape(rows, (-1,)), axis=0)
     return entered.xp.reshape(found, (*rows.shape, *weight.shape[1:]))

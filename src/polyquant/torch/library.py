@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyquant import views
 from polyquant.data import parts as stored_parts
 from polyquant.dispatch import check_one_device
 from polyquant.errors import LayoutRefused, UnsupportedFunction
-from polyquant.ops.conversion import decode, quantize_plain
+from polyquant.ops.conversion import decode, decode_rows, quantize_plain
 from polyquant.ops.operands import index_beside
 from polyquant.ops.products import check_linear, check_operands, multiply, multiply_and_add
 from polyquant.scheme import scheme as as_scheme
@@ -361,7 +360,7 @@ def _embedding(
     weight = Operand(parts, scheme, shape, axes).tensor()
     rows = index_beside(weight, indices, 0, least=0)
     try:
-        made: Tensor = decode(views.take(weight, rows, 0), dtype)
+        made: Tensor = decode_rows(rows, weight, dtype)
     except LayoutRefused:  # blocks that no choice of rows leaves whole
         made = decode(weight, dtype)[rows]
     return made.contiguous()

@@ -24,6 +24,8 @@ from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
 TINY = tl.constexpr(2.0**-126)
 #: Elements of a tile, and the longest segment: 32 a thread, in 16-byte stores.
 _TILE, _SEGMENT = 4096, 256
+#: Elements that keep a GPU busy in whole tiles: of fewer the tiles are smaller.
+_FILLS = 1 << 20
 
 # How codes and stored numbers are decoded: constants of the kernels below.
 SIGNED, UNSIGNED, MINIFLOAT, LOOKUP = (tl.constexpr(i) for i in range(4))
@@ -42,23 +44,24 @@ def flush(x):
 
 @triton.jit
 def minifloat(code, BITS: tl.constexpr, MANTISSA: tl.constexpr):
-    """The number of a minifloat's code (int32), NaN and infinity where the type has them."""
+    """The number of a minifloat's code (int32), NaN and infinity where the type has them.
+
+    Exponent and mantissa, in place, are the number times a power of two, subnormal ones too.
+    """
     EXPONENT: tl.constexpr = BITS - 1 - MANTISSA
     SHIFT: tl.constexpr = 23 - MANTISSA
     TO_F32: tl.constexpr = 127 - (2 ** (EXPONENT - 1) - 1)
     rest = code & (2 ** (BITS - 1) - 1)
-    exponent = rest >> MANTISSA
-    normal = ((rest << SHIFT) + (TO_F32 << 23)).to(tl.float32, bitcast=True)
-    step: tl.constexpr = 2.0 ** (TO_F32 - 126 - MANTISSA)
-    number = tl.where(exponent == 0, rest.to(tl.float32) * step, normal)
+    UP: tl.constexpr = 2.0**TO_F32
+    sign = (code >> (BITS - 1)) << 31
+    number = ((rest << SHIFT) | sign).to(tl.float32, bitcast=True) * UP
     if BITS == 8:
         if MANTISSA == 3:
             number = tl.where(rest == 0x7F, float("nan"), number)
         else:
-            number = tl.where(rest == 0x7C, float("inf"), number)
+            number = tl.where(rest == 0x7C, number * float("inf"), number)
             number = tl.where(rest > 0x7C, float("nan"), number)
-    sign = (code >> (BITS - 1)) << 31  # not a negation, which Triton makes 0 - number
-    return (number.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return number
 
 
 @triton.jit
@@ -75,9 +78,11 @@ def stored_number(raw, KIND: tl.constexpr):
 
 @triton.jit
 def number_of(field, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
-    """Unsigned fields (int32) as float32: integers by 2^23 + field, whose lowest bits they are."""
-    if KIND == LOOKUP:
-        return flush(tl.load(table_ptr + field))
+    """Fields (rows, n) as float32: integers by 2^23 + field, whose lowest bits they are."""
+    if KIND == LOOKUP:  # through shared memory, which is quicker than a load each
+        table = flush(tl.load(table_ptr + tl.arange(0, 2**BITS)))
+        SIZE: tl.constexpr = field.shape[0] * field.shape[1]
+        return tl.reshape(tl.gather(table, tl.reshape(field, (SIZE,)), 0), field.shape)
     if KIND == MINIFLOAT:
         return minifloat(field, BITS, MANTISSA)
     SIGN: tl.constexpr = 2 ** (BITS - 1) if KIND == SIGNED else 0
@@ -135,16 +140,19 @@ def spread(numbers, ROWS: tl.constexpr, SCALES: tl.constexpr, SEGMENT: tl.conste
 
 @triton.jit
 def decode_kernel(
-    codes_ptr, scales_ptr, tensor_scale_ptr, offsets_ptr, table_ptr, out_ptr,
-    segments, segments_a_line, length, stride, extent, count, h1, h2, e0, e1, e2, c1, c2,
+    codes_ptr, scales_ptr, tensor_scale_ptr, offsets_ptr, table_ptr, out_ptr, rows_ptr,
+    segments, segments_a_line, lines_a_row, length, stride, extent, count,
+    h1, h2, e0, e1, e2, c1, c2,
     KIND: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
     BY_WORDS: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     HAS_TENSOR_SCALE: tl.constexpr, FLUSHES: tl.constexpr, WHOLE_LINES: tl.constexpr,
-    SCALES: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
+    OWN_GRID: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """ROWS segments of SEGMENT values: codes in, float values out, in stored order.
 
-    SCALES: blocks of a segment, which it holds whole; 0 where blocks end anywhere.
+    SCALES: blocks of a segment, which it holds whole; 0 where blocks end anywhere. ``rows_ptr``:
+    the rows (first axis) of the tensor that those of the result are. OWN_GRID: the grid is one of
+    the result's lines.
     """
     segment = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = segment < segments
@@ -152,19 +160,24 @@ def decode_kernel(
     first = (segment - line * segments_a_line).to(tl.int32) * SEGMENT
     at = first[:, None] + tl.arange(0, SEGMENT)[None, :]
     mask = inside[:, None] & (at < length)
+    source = line
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + line // lines_a_row, mask=inside, other=0)
+        source = row * lines_a_row + line % lines_a_row
     if BY_WORDS:
-        field = words_of(codes_ptr, line, first, inside, stride, BITS, SEGMENT)
+        field = words_of(codes_ptr, source, first, inside, stride, BITS, SEGMENT)
     else:
-        field = bytes_of(codes_ptr, line[:, None], at, mask, stride, BITS, NATIVE)
+        field = bytes_of(codes_ptr, source[:, None], at, mask, stride, BITS, NATIVE)
     values = number_of(field, table_ptr, KIND, BITS, MANTISSA)
 
-    row = grid_line(line, h1, h2, e0, e1, e2, c1, c2, WHOLE_LINES) * count
+    grid = line if OWN_GRID else source
+    grid = grid_line(grid, h1, h2, e0, e1, e2, c1, c2, WHOLE_LINES or OWN_GRID) * count
     if SCALES == 0:
-        place = row[:, None] + at // extent
+        place = grid[:, None] + at // extent
         seen = mask
     else:
         block = (first // extent)[:, None] + tl.arange(0, SCALES)[None, :]
-        place = row[:, None] + block
+        place = grid[:, None] + block
         seen = inside[:, None] & (block < count)
     raw = tl.load(scales_ptr + place, mask=seen, other=0)
     scale = stored_number(raw, SCALE)
@@ -213,24 +226,57 @@ def dequantize(q: QTensor, dtype: torch.dtype | None) -> torch.Tensor:
     laid = q.stored_shape or (1,)
     out = torch.empty(laid, dtype=dtype or torch.float32, device=q.data.device)
     if out.numel():
-        _decode(q, out, laid)
+        grids = [grid_of(part) for part in (q.scales, q.offsets)]
+        _decode(q, grids, out, laid, None)
     made: torch.Tensor = q.to_logical(out.reshape(q.stored_shape))
     return made
 
 
-def _decode(q: QTensor, out: torch.Tensor, laid: tuple[int, ...]) -> None:
-    scales, offsets = (grid_of(part) for part in (q.scales, q.offsets))
+def embedding(rows: torch.Tensor, q: QTensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The values of ``q``, stored in logical order, at rows (int64) of its first axis."""
+    at, laid = rows.reshape(-1), q.shape
+    out = torch.empty((len(at), *laid[1:]), dtype=dtype or torch.float32, device=q.data.device)
+    parts = (q.scales, q.offsets)
+    # Of quantized scales those of the rows are decoded, and no others.
+    own_grid = any(isinstance(part, QTensor) for part in parts)
+    if out.numel():
+        height = q.scheme.block_extents(laid)[0]
+        blocks = at if height == 1 else at // height
+        grids = [_rows_of(part, blocks) if own_grid else grid_of(part) for part in parts]
+        _decode(q, grids, out, laid, at, own_grid=own_grid)
+    return out.reshape(*rows.shape, *laid[1:])
+
+
+def _rows_of(part: Any, rows: torch.Tensor) -> torch.Tensor | None:
+    """Rows of a grid, decoded if it is quantized."""
+    if part is None:
+        return None
+    return embedding(rows, part, None) if isinstance(part, QTensor) else part[rows]
+
+
+def _decode(
+    q: QTensor,
+    grids: list[torch.Tensor | None],
+    out: torch.Tensor,
+    laid: tuple[int, ...],
+    rows: torch.Tensor | None,
+    *,
+    own_grid: bool = False,
+) -> None:
     data = q.data.contiguous()
-    call = _call(q.scheme, laid, data.data_ptr() % 4 == 0)
+    taken = None if rows is None else len(rows)
+    call = _call(q.scheme, laid, data.data_ptr() % 4 == 0, taken)
     decode_kernel[call.grid](
         data,
-        scales,
+        grids[0],
         q.tensor_scale,
-        offsets,
+        grids[1],
         q.table,
         out,
+        rows,
         *call.numbers,
         **dict(call.constants),
+        OWN_GRID=own_grid,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -265,7 +311,9 @@ class _Call(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool) -> _Call:
+def _call(
+    scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool, taken: int | None
+) -> _Call:
     extents, counts = scheme.block_extents(laid) or (1,), scheme.scale_shape(laid) or (1,)
     length, extent, count = laid[-1], extents[-1], counts[-1]
     segment, scales = _segments(length, extent, count)
@@ -274,9 +322,13 @@ def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool) -> _Call
     by_words = is_aligned and 8 % bits == 0 and stride % 4 == 0 and segment * bits % 32 == 0
     by_words = by_words and (bits == 8 or not is_native)
     a_line = -(-length // segment)
-    segments = math.prod(laid[:-1]) * a_line
-    rows = max(1, _TILE // segment)
-    axes = _leading(laid[:-1], extents[:-1], counts[:-1])
+    a_row = math.prod(laid[1:-1])
+    segments = (laid[0] if taken is None else taken) * a_row * a_line
+    if len(laid) == 1:
+        segments = a_line
+    tile = _TILE if segments * segment >= _FILLS else _TILE // 4
+    rows = max(1, tile // segment)
+    axes = leading(laid[:-1], extents[:-1], counts[:-1])
     heights, steps, blocks = zip(*axes, strict=True)
     constants = {
         "KIND": kind_of(scheme),
@@ -293,7 +345,7 @@ def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool) -> _Call
         "ROWS": rows,
         "SEGMENT": segment,
     }
-    numbers = (segments, a_line, length, stride, extent, count)
+    numbers = (segments, a_line, a_row, length, stride, extent, count)
     numbers += (*heights[1:], *steps, *blocks[1:])
     return _Call((-(-segments // rows),), numbers, tuple(constants.items()))
 
@@ -309,7 +361,7 @@ def _segments(length: int, extent: int, count: int) -> tuple[int, int]:
     return (divisor, 1) if divisor >= 8 else (whole, 0)
 
 
-def _leading(
+def leading(
     shape: Sequence[int], extents: Sequence[int], counts: Sequence[int]
 ) -> list[tuple[int, int, int]]:
     """Leading axes (height, extent, count), three of them; neighbours without blocks are one."""

@@ -1,203 +1,58 @@
-"""Quantizing in one pass by Triton: "minmax" finds the scales, and the values are still at hand.
+"""Quantizing in one pass by CUDA C++ (encode.cu): values are in registers when scales are known.
 
-A program takes a tile of whole blocks, finds each block's largest magnitude, its stored scale and
-its codes, and packs them into words: bit for bit what ``standard.quantize`` gives. For symmetric
-and looked-up values in blocks along the last axis; with parameters given, it only encodes.
+"minmax" of blocks along the last axis finds scales and offsets in the kernel; whatever else
+calibrates, and whatever else blocks are, gives them first. Bit for bit what ``standard`` gives.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from polyquant import calibrate, standard
-from polyquant.backends.torch.cuda.decode import (
-    TINY,
-    UE4M3,
-    UE8M0,
-    flush,
-    minifloat,
-)
+from polyquant.backends.torch.cuda import nvrtc
+from polyquant.backends.torch.cuda.decode import grid_of, leading
 from polyquant.codec import line_size_bytes
 from polyquant.qtensor import QTensor
-from polyquant.scheme import QuantScheme
-from polyquant.standard import Params, divide
+from polyquant.scheme import OffsetKind, QuantScheme
+from polyquant.standard import Params
 from polyquant.tables import CUSTOM, named_table, steps
-from polyquant.values import QuantMode, ScaleDtype
+from polyquant.values import TINY, QuantMode, QuantStore, QuantValue, ScaleDtype
 
-_TILE = 4096
-#: The longest block that a program holds at once.
-_LONGEST = 16384
-INTEGER, MINIFLOAT, LOOKUP = (tl.constexpr(i) for i in range(3))
-F32, F16, BF16 = (tl.constexpr(i) for i in range(3, 6))
-OF_BLOCK, OF_TENSOR, OF_LINE = (tl.constexpr(i) for i in range(3))
-F32_MAX = tl.constexpr(3.4028234663852886e38)
-#: A divisor above this has a subnormal reciprocal: it and its numbers are scaled by 2^-24 first.
-BIG, DOWN = tl.constexpr(2.0**126), tl.constexpr(2.0**-24)
-#: Added and taken away it rounds numbers below 2^22 to whole ones, ties to even.
-ROUNDER = tl.constexpr(12582912.0)
-
-
-@triton.jit
-def up_to_f16(x):
-    """The smallest float16 not below x >= 0, at most its largest."""
-    near = tl.minimum(x, 65504.0).to(tl.float16)
-    bits = near.to(tl.int16, bitcast=True) + (near.to(tl.float32) < x).to(tl.int16)
-    return tl.minimum(bits, 0x7BFF).to(tl.int16).to(tl.float16, bitcast=True)
+_SOURCES = ("ptx.cuh", "encode.cu")
+_KINDS = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
+_TYPES = MappingProxyType({"f32": 0, "f16": 1, "bf16": 2, "ue8m0": 3, "ue4m3": 4})
+_U8 = 5
+#: Bytes of a run of values, which is what a lane takes at once; runs of a lane, and threads.
+_RUN_BYTES, RUNS, THREADS = 32, 2, 128
+#: The same where threads take a block together.
+ROW_RUNS, _MOST_THREADS = 4, 1024
+#: Blocks of threads that look for the largest number, and runs of a lane that are loaded at once.
+_BLOCKS, _AHEAD = 1056, 8
+#: Intervals of a table, and their bytes with copies.
+_MOST_INTERVALS, _TABLE_BYTES = 257, 10240
 
 
-@triton.jit
-def up_to_bf16(x):
-    """The smallest bfloat16 not below x >= 0, at most its largest."""
-    bits = (x.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
-    return tl.minimum(bits, 0x7F7F).to(tl.int16).to(tl.bfloat16, bitcast=True)
+class _Operands(ctypes.Structure):
+    """What encode.cu calls Operands."""
 
-
-@triton.jit
-def up_to_ue8m0(x):
-    """The byte of the next power of two; 0 for zero."""
-    return tl.minimum((x.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23, 254)
-
-
-@triton.jit
-def up_to_ue4m3(x):
-    """The byte of the smallest e4m3 number not below x >= 0, at most 448."""
-    limited = tl.minimum(x, 448.0)
-    normal = ((limited.to(tl.int32, bitcast=True) + 0xFFFFF) >> 20) - (120 << 3)
-    small = tl.minimum(limited, 0.015625) * 512.0  # below 2^-6 in steps of 2^-9
-    whole = small.to(tl.int32)
-    whole += (whole.to(tl.float32) < small).to(tl.int32)
-    return tl.minimum(tl.where(limited < 0.015625, whole, normal), 0x7E)
-
-
-@triton.jit
-def to_minifloat(t, BITS: tl.constexpr, MANTISSA: tl.constexpr, TOP: tl.constexpr):
-    """Codes of the nearest numbers of a minifloat, ties to even, saturated at TOP."""
-    BIAS: tl.constexpr = 2 ** (BITS - 2 - MANTISSA) - 1
-    bits = t.to(tl.int32, bitcast=True)
-    size = tl.minimum(tl.abs(t), TOP)
-    exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, 1 - BIAS)
-    up = ((127 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / step
-    steps_up = (size * up + ROUNDER) - ROUNDER
-    code = ((exponent + BIAS - 1) << MANTISSA) + steps_up.to(tl.int32)
-    return code | (((bits >> 31) & 1) << (BITS - 1))
-
-
-@triton.jit
-def to_entry(t, middle_ptr, codes_ptr, COUNT: tl.constexpr, LEVELS: tl.constexpr):
-    """Codes of the nearest entries of a table: by how many midpoints lie strictly below."""
-    low = tl.zeros_like(t).to(tl.int32)
-    for level in tl.static_range(LEVELS):
-        half = 2 ** (LEVELS - 1 - level)
-        probe = low + (half - 1)
-        inside = probe < COUNT
-        middle = tl.load(middle_ptr + tl.minimum(probe, COUNT - 1))
-        low += tl.where(inside & (middle < t), half, 0)
-    return tl.load(codes_ptr + low).to(tl.int32)
-
-
-@triton.jit
-def rounded_up(ideal, SCALE: tl.constexpr):
-    """Ideal scales as stored ones: the smallest not below."""
-    if SCALE == UE8M0:
-        raw = up_to_ue8m0(ideal)
-    elif SCALE == UE4M3:
-        raw = up_to_ue4m3(ideal)
-    elif SCALE == F16:
-        raw = up_to_f16(ideal)
-    elif SCALE == BF16:
-        raw = up_to_bf16(ideal)
-    else:
-        raw = tl.minimum(ideal, F32_MAX)
-    return raw
-
-
-@triton.jit
-def scaled(x, raw, tensor_scale_ptr, SCALE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr):
-    """Blocks (rows, values) over their divisors: one reciprocal a block, one product a value."""
-    before = tl.full(raw.shape, 1.0, tl.float32)
-    if SCALE == UE8M0:
-        byte = raw.to(tl.int32)
-        scale = (tl.maximum(byte, 1) << 23).to(tl.float32, bitcast=True)
-        before = tl.where(byte == 0, 2.0, 1.0)
-    elif SCALE == UE4M3:
-        scale = minifloat(raw.to(tl.int32), 8, 3)
-    else:
-        scale = flush(raw.to(tl.float32))
-    if HAS_TENSOR_SCALE:
-        scale = flush(scale * tl.load(tensor_scale_ptr))
-    is_big = tl.abs(scale) > BIG
-    before = tl.where(is_big, before * DOWN, before)
-    scale = tl.where(is_big, scale * DOWN, scale)
-    is_empty = scale == 0.0
-    reciprocal = tl.where(is_empty, 0.0, tl.div_rn(1.0, tl.where(is_empty, 1.0, scale)))
-    return (x * before[:, None]) * reciprocal[:, None]
-
-
-@triton.jit
-def encode_kernel(
-    x_ptr, codes_ptr, scales_ptr, tensor_scale_ptr, middle_ptr, entries_ptr, blocks, count, length,
-    extent, stride, half_range, low, high,
-    KIND: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, TOP: tl.constexpr,
-    SCALE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr, CALIBRATES: tl.constexpr,
-    SATURATES: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr, PLACE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """ROWS blocks of at most BLOCK values: values in, stored scales and packed codes out."""
-    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    line = block // count
-    first = ((block - line * count) * extent).to(tl.int32)
-    offset = tl.arange(0, BLOCK)[None, :]
-    at = first[:, None] + offset
-    inside = (block < blocks)[:, None] & (at < length) & (offset < extent)
-    x = tl.load(x_ptr + line[:, None] * length + at, mask=inside, other=0.0).to(tl.float32)
-    seen = x
-    if SATURATES:
-        seen = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-        x = tl.minimum(tl.maximum(tl.where(x != x, 0.0, x), -F32_MAX), F32_MAX)
-    x = flush(x)
-    place = block
-    if PLACE == OF_TENSOR:
-        place = tl.zeros_like(block)
-    elif PLACE == OF_LINE:
-        place = line
-    if CALIBRATES:
-        ideal = flush(tl.div_rn(tl.max(tl.abs(flush(seen)), axis=1), half_range))
-        if HAS_TENSOR_SCALE:
-            whole = tl.load(tensor_scale_ptr)
-            ideal = tl.div_rn(ideal, whole)
-        ideal = flush(ideal)
-        raw = rounded_up(ideal, SCALE)
-        tl.store(scales_ptr + place, raw.to(scales_ptr.dtype.element_ty), mask=block < blocks)
-    else:
-        raw = tl.load(scales_ptr + place, mask=block < blocks, other=0)
-    t = scaled(x, raw, tensor_scale_ptr, SCALE, HAS_TENSOR_SCALE)
-    if KIND == LOOKUP:
-        code = to_entry(flush(t), middle_ptr, entries_ptr, COUNT, LEVELS)
-    elif KIND == MINIFLOAT:
-        code = to_minifloat(t, BITS, MANTISSA, TOP)
-    else:
-        limited = tl.minimum(tl.maximum(t, -1024.0), 1024.0)
-        whole_number = (limited + ROUNDER) - ROUNDER
-        code = tl.minimum(tl.maximum(whole_number, low), high).to(tl.int32) & (2**BITS - 1)
-    code = tl.where(inside, code, 0)
-    PER_WORD: tl.constexpr = 32 // BITS
-    shifts = tl.arange(0, PER_WORD) * BITS
-    parts = tl.reshape(code, (ROWS, BLOCK // PER_WORD, PER_WORD)) << shifts[None, None, :]
-    words = tl.sum(parts, axis=2)
-    word = tl.arange(0, BLOCK // PER_WORD)[None, :]
-    kept = (block < blocks)[:, None] & (first[:, None] // PER_WORD + word < stride // 4)
-    kept &= word * PER_WORD < extent
-    out = codes_ptr.to(tl.pointer_type(tl.int32)) + line[:, None] * (stride // 4)
-    tl.store(out + first[:, None] // PER_WORD + word, words, mask=kept)
-
-
-# -- calls ------------------------------------------------------------------------------------
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "codes", "scales", "offsets", "tensor_scale", "steps", "work")
+        ),
+        *((name, ctypes.c_float) for name in ("range", "by", "most", "scale_max")),
+        *((name, ctypes.c_uint32) for name in ("intervals", "origin")),
+        *((name, ctypes.c_uint32) for name in ("blocks", "count", "group", "tiles", "shift")),
+        *((name, ctypes.c_uint32) for name in ("h1", "h2", "e0", "e1", "e2", "c1", "c2")),
+        *((name, ctypes.c_int64) for name in ("length", "extent", "stride")),
+    )
 
 
 def quantize(
@@ -211,170 +66,358 @@ def quantize(
 ) -> QTensor:
     """Quantize ``x`` (stored order); whatever else calibrates gives the parameters first."""
     name, argument = calibrate.check(calibration, scheme)
-    shape = tuple(x.shape)
     values = (x.to(torch.float32) if x.dtype is torch.float64 else x).contiguous()
-    grid = scheme.scale_shape(shape)
+    shape, saturates = tuple(x.shape), nonfinite == "saturate"
     stride = line_size_bytes(shape[-1] if shape else 1, scheme.bits, scheme.store)
     data = torch.empty((*shape[:-1], stride), dtype=torch.uint8, device=x.device)
-    calibrates = params is None and name == "minmax" and scheme.table != CUSTOM
-    saturates = nonfinite == "saturate"
-    if params is None and not calibrates:
+    finds = False
+    if params is None and name == "minmax" and scheme.table != CUSTOM and data.numel():
+        params, finds = _minmax(values, scheme, table, saturates)
+    if params is None:
         params = calibrate.METHODS[name][0](x, scheme, table, nonfinite, argument)
-    elif params is None:
-        whole = _tensor_scale(values, scheme, saturates)
-        if _in_tile(scheme, shape[-1] if shape else 1):
-            storage = getattr(torch, scheme.scale.storage)  # type: ignore[union-attr]
-            scales = torch.zeros(grid, dtype=storage, device=x.device)
-        else:
-            scales, calibrates = _long_scales(values, scheme, grid, saturates), False
-        params = Params(scales, whole, None, table)
     if data.numel():
-        _encode(values, scheme, params, data, calibrates, saturates)
+        _encode(values, scheme, params, data, saturates, finds=finds)
     return QTensor(
         scheme,
         shape,
         data,
         params.scales,
         tensor_scale=params.tensor_scale,
+        offsets=params.offsets,
         table=params.table,
         device=f"torch:{x.device}",
     )
 
 
-def _tensor_scale(x: torch.Tensor, scheme: QuantScheme, saturates: bool) -> torch.Tensor | None:
-    """The second level's scale: the largest ideal scale over the largest stored one."""
-    if scheme.tensor_scale is None or not isinstance(scheme.scale, ScaleDtype):
-        return None
-    top = _ideal(_largest(x, None, saturates), scheme)
-    return divide(top, scheme.scale.max).clamp(TINY.value, F32_MAX.value)
+# -- ranges -----------------------------------------------------------------------------------
 
 
-def _long_scales(
-    x: torch.Tensor, scheme: QuantScheme, grid: tuple[int, ...], saturates: bool
-) -> torch.Tensor:
-    """The stored scales of blocks that are too long for a tile: lines, or the whole tensor."""
-    axis = None if scheme.block is None else -1
-    ideal = _ideal(_largest(x, axis, saturates), scheme).reshape(grid)
-    scales: torch.Tensor = standard.store_scales(ideal, scheme)[0]
-    return scales
+def _minmax(
+    x: torch.Tensor, scheme: QuantScheme, table: torch.Tensor | None, saturates: bool
+) -> tuple[Params | None, bool]:
+    """The parameters (None: no kernel finds them), and whether they come with the codes."""
+    if scheme.offset is not None and scheme.tensor_scale is not None:
+        return None, False
+    shape = tuple(x.shape) or (1,)
+    extents, kind = scheme.block_extents(shape), _KINDS[x.dtype]
+    in_lines = scheme.block is not None and math.prod(extents[:-1]) == 1
+    in_lines = in_lines and extents[-1] <= _per_run(kind) * ROW_RUNS * _MOST_THREADS
+    inner = (scheme.scale, None if scheme.offset is None else scheme.offset.dtype)
+    if not any(isinstance(each, QuantScheme) for each in inner):
+        if in_lines:
+            return _empty(x, scheme, table, saturates), True
+        if scheme.block is None and scheme.offset is None:
+            params = _empty(x, scheme, table, saturates)
+            _largest(x, scheme, params.scales, saturates)
+            return params, False
+        if scheme.block is not None and len(scheme.block) == 2 and extents[-1] <= 256:
+            params = _empty(x, scheme, table, saturates)
+            _calibrate(x, scheme, params, saturates)
+            return params, False
+    elif in_lines and scheme.offset is None:
+        ideal = torch.empty(scheme.scale_shape(tuple(x.shape)), device=x.device)
+        _encode(x, scheme, Params(ideal, None, None, None), None, saturates, finds=True)
+        return standard.params_of(scheme, ideal, None, table), False
+    return None, False
 
 
-def _largest(x: torch.Tensor, axis: int | None, saturates: bool) -> torch.Tensor:
-    size = x.abs()
-    if saturates:
-        size = torch.where(torch.isfinite(size), size, 0)
-    if not size.numel():
-        shape = () if axis is None else size.shape[:-1]
-        return torch.zeros(shape, dtype=torch.float32, device=x.device)
-    found = size.amax() if axis is None else size.amax(axis)
-    return found.to(torch.float32)
+def _empty(
+    x: torch.Tensor, scheme: QuantScheme, table: torch.Tensor | None, saturates: bool
+) -> Params:
+    """Where a kernel puts scales and offsets; with two levels, the tensor's scale."""
+    grid, device = scheme.scale_shape(tuple(x.shape)), x.device
+    scales = torch.empty(grid, dtype=_storage(scheme.scale), device=device)
+    whole = offsets = None
+    if scheme.tensor_scale is not None:
+        whole = torch.empty((), dtype=torch.float32, device=device)
+        _largest(x, scheme, whole, saturates)
+    if scheme.offset is not None:
+        offsets = torch.empty(grid, dtype=_storage(scheme.offset.dtype), device=device)
+    return Params(scales, whole, offsets, table)
 
 
-def _ideal(alpha: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    made: torch.Tensor = standard.flush(divide(standard.flush(alpha), _half_range(scheme)))
-    return made
+def _storage(kind: Any) -> torch.dtype:
+    """The dtype that holds scales, or offsets."""
+    name = kind.storage if isinstance(kind, ScaleDtype) else "uint8"
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
-def _half_range(scheme: QuantScheme) -> float:
+def _largest(x: torch.Tensor, scheme: QuantScheme, scale: torch.Tensor, saturates: bool) -> None:
+    """The scale of the whole tensor; of two levels the upper one."""
+    kind, size = _KINDS[x.dtype], x.numel()
+    work = torch.zeros(2, dtype=torch.int32, device=x.device)
+    given = _Operands(
+        x=x.data_ptr(), scales=scale.data_ptr(), work=work.data_ptr(), range=_range(scheme),
+        length=size, extent=size, count=1,
+    )  # fmt: skip
+    if scheme.tensor_scale is not None:
+        given.scale_max = ScaleDtype(str(scheme.scale)).max
+    whole = size % _per_run(kind) == 0 and x.data_ptr() % 16 == 0
+    options = _options(scheme, kind=kind, saturates=saturates, whole=whole, runs=_AHEAD)
+    blocks = min(_BLOCKS, -(-size // (_per_run(kind) * THREADS)))
+    _launch("largest", options, x, given, blocks)
+
+
+def _calibrate(x: torch.Tensor, scheme: QuantScheme, params: Params, saturates: bool) -> None:
+    """The scales and offsets of blocks of several lines."""
+    shape, kind = tuple(x.shape), _KINDS[x.dtype]
+    height, extent = scheme.block_extents(shape)[-2:]
+    rows, count = scheme.scale_shape(shape)[-2:]
+    per, lines = _per_run(kind), math.prod(shape[:-2])
+    runs = -(-extent // per)
+    group = _power(runs)
+    whole = x.data_ptr() % 16 == 0 and shape[-1] % extent == 0 and extent == per * group
+    tiles = -(-count * group // THREADS)
+    given = _Operands(
+        range=_range(scheme), blocks=lines * rows * count, count=count, group=runs, tiles=tiles,
+        h2=shape[-2], e2=height, c2=rows, length=shape[-1], extent=extent,
+    )  # fmt: skip
+    _point(given, x, params)
+    facts: dict[str, Any] = {"group": group, "runs": _AHEAD}
+    options = _options(scheme, kind=kind, saturates=saturates, whole=whole, **facts)
+    _launch("calibrate", options, x, given, lines * rows * tiles)
+
+
+def _range(scheme: QuantScheme) -> float:
+    """What a block's range is divided by to give its scale."""
     if scheme.mode is QuantMode.LOOKUP:
         named = scheme.table != CUSTOM  # a table of the tensor's own comes with its scales
         return float(abs(named_table(str(scheme.table))).max()) if named else 1.0
-    return scheme.value.half_range
+    return scheme.value.half_range if scheme.offset is None else float(2**scheme.bits - 1)
+
+
+# -- codes ------------------------------------------------------------------------------------
 
 
 def _encode(
     x: torch.Tensor,
     scheme: QuantScheme,
     params: Params,
-    data: torch.Tensor,
-    calibrates: bool,
+    data: torch.Tensor | None,
     saturates: bool,
+    *,
+    finds: bool,
 ) -> None:
-    call = _call(scheme, tuple(x.shape) or (1,), calibrates, saturates)
-    middle = entries = None
-    count = levels = 0
-    if scheme.mode is QuantMode.LOOKUP:
-        middle, entries = _steps(scheme, params.table, x.device)
-        count = middle.numel()
-        levels = count.bit_length()
-    encode_kernel[call.grid](
-        x,
-        data,
-        params.scales.contiguous(),
-        params.tensor_scale,
-        middle,
-        entries,
-        *call.numbers,
-        **dict(call.constants),
-        COUNT=count,
-        LEVELS=levels,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
-
-
-def _steps(
-    scheme: QuantScheme, table: torch.Tensor | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if scheme.table != CUSTOM or table is None:
-        return _named_steps(str(scheme.table), device)
-    middle, codes = steps(table.cpu().numpy())
-    return torch.from_numpy(middle).to(device), torch.from_numpy(codes).to(device)
-
-
-@lru_cache(maxsize=64)
-def _named_steps(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    middle, codes = steps(named_table(name))
-    return torch.from_numpy(middle).to(device), torch.from_numpy(codes).to(device)
+    """Codes, and with ``finds`` scales and offsets; without ``data`` those alone."""
+    aligned = x.data_ptr() % 16 == 0 and (data is None or data.data_ptr() % 16 == 0)
+    flags = (finds, data is not None, saturates, aligned)
+    call = _call(scheme, tuple(x.shape) or (1,), _KINDS[x.dtype], *flags)
+    options, given = call.options, _Operands.from_buffer_copy(call.operands)
+    shared = 0
+    if scheme.mode is QuantMode.LOOKUP and data is not None:
+        found = _intervals(scheme, params.table, x.device)
+        given.steps, given.intervals = found.steps.data_ptr(), found.steps.shape[0]
+        given.by, given.most = found.by, found.most
+        options += (f"COPIES={found.copies}", f"DENSE={int(not found.by)}")
+        # Of the interval of number 0, less the bits of 1.5 * 2^23, which come with a number.
+        given.origin = 8 * found.copies * (given.intervals // 2 - 0x4B400000) % 2**32
+        shared = 8 * given.intervals * found.copies
+    grids = [grid_of(part) for part in (params.scales, params.offsets)]
+    _point(given, x, params._replace(scales=grids[0], offsets=grids[1]))
+    given.codes = None if data is None else data.data_ptr()
+    _launch("encode", options, x, given, call.blocks, call.threads, shared)
 
 
 class _Call(NamedTuple):
-    """What the kernel is told of one scheme and shape, besides the arrays."""
+    """What the kernel is compiled and told for one scheme and shape, besides the arrays."""
 
-    grid: tuple[int]
-    numbers: tuple[Any, ...]
-    constants: tuple[tuple[str, Any], ...]
+    options: tuple[str, ...]
+    threads: int
+    blocks: int
+    operands: _Operands
 
 
 @lru_cache(maxsize=4096)
-def _call(scheme: QuantScheme, shape: tuple[int, ...], calibrates: bool, saturates: bool) -> _Call:
-    length = shape[-1]
-    extent, place = _segments(scheme, length)
-    count = -(-length // extent)
-    blocks = math.prod(shape[:-1]) * count
-    per_word = 32 // scheme.bits
-    block = max(triton.next_power_of_2(extent), per_word)
-    rows = max(1, _TILE // block)
-    value = scheme.value
-    kind = LOOKUP if scheme.mode is QuantMode.LOOKUP else MINIFLOAT if value.is_float else INTEGER
-    kinds = {"f32": F32, "f16": F16, "bf16": BF16, "ue8m0": UE8M0, "ue4m3": UE4M3}
-    constants = {
-        "KIND": kind.value,
-        "BITS": scheme.bits,
-        "MANTISSA": int(value[3]) if value.is_float else 0,
-        "TOP": value.range[1],
-        "SCALE": kinds[str(scheme.scale)].value,
-        "HAS_TENSOR_SCALE": scheme.tensor_scale is not None,
-        "CALIBRATES": calibrates,
-        "SATURATES": saturates,
-        "PLACE": place.value,
-        "ROWS": rows,
-        "BLOCK": block,
-    }
+def _call(
+    scheme: QuantScheme,
+    shape: tuple[int, ...],
+    kind: int,
+    finds: bool,
+    codes: bool,
+    saturates: bool,
+    aligned: bool,
+) -> _Call:
+    width = 8 if scheme.store is QuantStore.NATIVE else scheme.bits
+    length, lines, per = shape[-1], math.prod(shape[:-1]), _per_run(kind)
     stride = line_size_bytes(length, scheme.bits, scheme.store)
+    extents, counts = scheme.block_extents(shape), scheme.scale_shape(shape)
+    extent, count = extents[-1], counts[-1]
+    in_lines = scheme.block is not None and math.prod(extents[:-1]) == 1
+    is_full = length * width == 8 * stride
+    is_one = is_full and (scheme.block is None or (in_lines and length % extent == 0))
+    if is_one:  # the lines are one
+        extent = extent if in_lines else extent * lines
+        length, stride, lines = length * lines, stride * lines, 1
+        count = length // extent
+    # The last block of a line takes its padding too.
+    size = max(stride - (count - 1) * (extent * width // 8), (count > 1) * extent * width // 8)
+    runs = -(-8 * size // (width * per))  # of a block
+    group, threads, each = _power(runs) if finds else 0, THREADS, RUNS
+    if group > 32:
+        group, each = 0, min(ROW_RUNS, -(-runs // 32))
+        threads = -(-runs // (32 * each)) * 32
+    tiles = -(-runs * count // (threads * each))
+    shift = 31 if count == 1 else runs.bit_length() - 1 if runs == _power(runs) else 32
+    given = _Operands(
+        range=_range(scheme), blocks=lines * count, count=count, group=runs, tiles=tiles,
+        shift=shift, length=length, extent=extent, stride=stride,
+    )  # fmt: skip
+    if not (is_one or in_lines):
+        axes = leading(shape[:-1], extents[:-1], counts[:-1])
+        (_, given.e0, _), (given.h1, given.e1, given.c1), (given.h2, given.e2, given.c2) = axes
+    blocks = lines * tiles
+    if finds:
+        blocks = lines * count if not group else -(-lines * count * group // (threads * each))
+    whole = aligned and is_full and extent % per == 0 and group in (0, runs)
+    whole = whole and (is_one or (not finds and length % extent == 0))
+    facts: dict[str, Any] = {
+        "finds": finds,
+        "codes": codes,
+        "group": group,
+        "runs": each,
+        "threads": threads,
+    }
+    options = _options(scheme, kind=kind, saturates=saturates, whole=whole, **facts)
+    return _Call(options, threads, blocks, given)
+
+
+def _per_run(kind: int) -> int:
+    """Values of a run."""
+    return _RUN_BYTES // (2 if kind else 4)
+
+
+def _power(count: int) -> int:
+    """The smallest power of two not below ``count``."""
+    return 1 << (count - 1).bit_length()
+
+
+def _options(
+    scheme: QuantScheme,
+    *,
+    kind: int,
+    saturates: bool,
+    whole: bool,
+    finds: bool = True,
+    codes: bool = False,
+    group: int = 1,
+    runs: int = 1,
+    threads: int = THREADS,
+) -> tuple[str, ...]:
+    """What a kernel is compiled for."""
+    found = _of_scheme(scheme) | {
+        "IN": kind, "CODES": codes, "CALIBRATES": finds, "SATURATES": saturates, "WHOLE": whole,
+        "GROUP": group, "RUNS": runs, "THREADS": threads,
+    }  # fmt: skip
+    if not codes or found["KIND"] != 2:  # else the table says
+        found |= {"COPIES": 1, "DENSE": 0}
+    # By a scale that is not rounded, values end where the table does.
+    is_f32 = scheme.scale is ScaleDtype.F32 and scheme.tensor_scale is None
+    found["BOUNDED"] = finds and is_f32 and not saturates
+    flags = {name: int(flag) for name, flag in found.items() if isinstance(flag, bool)}
+    return tuple(f"{name}={value}" for name, value in (found | flags).items())
+
+
+def _of_scheme(scheme: QuantScheme) -> dict[str, Any]:
+    """The scheme's part of what a kernel is compiled for; quantized scales are decoded numbers."""
+    value, offset = scheme.value, scheme.offset
     low, high = value.range
-    numbers = (blocks, count, length, extent, stride, _half_range(scheme), low, high)
-    return _Call((-(-blocks // rows),), numbers, tuple(constants.items()))
+    found = {
+        "KIND": 2 if scheme.mode is QuantMode.LOOKUP else int(value.is_float),
+        "BITS": scheme.bits,
+        "BYTE": scheme.store is QuantStore.NATIVE,
+        "MANTISSA": int(value[3]) if value.is_float else 0,
+        "TOP": f"{high}f",
+        "LOW": f"{low}f",
+        "HIGH": f"{high}f",
+        "SCALE": _TYPES.get(str(scheme.scale), 0),
+        "OFFSET": 0,
+        "OFFSET_TYPE": 0,
+        "OFFSET_TOP": "0.f",
+    }
+    if offset is not None and isinstance(offset.dtype, QuantValue):
+        top = min(2**offset.dtype.bits, 2**scheme.bits) - 1.0
+        found |= {"OFFSET": 1, "OFFSET_TYPE": _U8, "OFFSET_TOP": f"{top}f"}
+    elif offset is not None:
+        number = 3 if offset.kind is OffsetKind.BIAS else 2
+        found |= {"OFFSET": number, "OFFSET_TYPE": _TYPES.get(str(offset.dtype), 0)}
+    return found
 
 
-def _in_tile(scheme: QuantScheme, length: int) -> bool:
-    """Whether a program sees whole blocks, and so can calibrate."""
-    return _segments(scheme, length)[1] is OF_BLOCK
+def _point(given: _Operands, x: torch.Tensor, params: Params) -> None:
+    """Addresses of the arrays that every kernel takes."""
+    arrays = {"x": x, **params._asdict()}
+    for name in ("x", "scales", "tensor_scale", "offsets"):
+        array = arrays[name]
+        setattr(given, name, None if array is None else array.data_ptr())
 
 
-def _segments(scheme: QuantScheme, length: int) -> tuple[int, tl.constexpr]:
-    """Values that a row of a tile takes, and whose scale it has."""
-    if scheme.block is None:
-        return min(length, 1024), OF_TENSOR
-    extent = length if scheme.block[-1] == -1 else min(scheme.block[-1], length)
-    return (extent, OF_BLOCK) if extent <= _LONGEST else (1024, OF_LINE)
+def _launch(
+    name: str,
+    options: tuple[str, ...],
+    x: torch.Tensor,
+    given: _Operands,
+    blocks: int,
+    threads: int = THREADS,
+    shared: int = 0,
+) -> None:
+    function = nvrtc.load(_SOURCES, name, options, threads, shared, x.device.index or 0)
+    nvrtc.launch(function, (blocks, 1, 1), given)
+
+
+# -- tables -----------------------------------------------------------------------------------
+
+
+class _Intervals(NamedTuple):
+    """A table as encode.cu searches it: (count, 2) edges and codes; intervals 1 / by wide."""
+
+    steps: torch.Tensor
+    by: float
+    most: float
+    copies: int
+
+
+def _intervals(scheme: QuantScheme, table: torch.Tensor | None, device: torch.device) -> _Intervals:
+    if scheme.table != CUSTOM or table is None:
+        return _named_intervals(str(scheme.table), device)
+    return _searched(table.cpu().numpy(), device)
+
+
+@lru_cache(maxsize=64)
+def _named_intervals(name: str, device: torch.device) -> _Intervals:
+    table = named_table(name)
+    return _searched(table, device)
+
+
+def _searched(table: Any, device: torch.device) -> _Intervals:
+    """The widest intervals that hold one edge at most; else (``by`` 0) the edges, to be halved.
+
+    An edge at zero stands just below the normal numbers, as numbers below them are zeros.
+    """
+    found = steps(table)
+    below = np.nextafter(np.float32(TINY), np.float32(0))
+    edges = np.where(found.midpoints == 0, below, found.midpoints).astype(np.float32)
+    reach = float(np.abs(table).max())
+    for by in 2.0 ** np.arange(-100, 100):
+        most = math.ceil(reach * by) + 1
+        if 2 * most + 1 > _MOST_INTERVALS:
+            break
+        middle = np.arange(-most, most + 1)
+        first = np.searchsorted(edges, (middle - 0.5) / by, side="left")
+        last = np.searchsorted(edges, (middle + 0.5) / by, side="right")
+        if (last - first).max() <= 1:
+            has_edge = last > first
+            here = np.append(edges, np.float32(np.inf))[np.where(has_edge, first, len(edges))]
+            codes = found.codes.astype(np.uint32)
+            around = codes[first] | codes[np.minimum(first + 1, len(codes) - 1)] << 8
+            copies = max(1, min(16, 1 << (_TABLE_BYTES // 8 // len(middle)).bit_length() - 1))
+            return _Intervals(_pairs(here, around, device), float(by), most / by, copies)
+    count = len(table)
+    here, codes = np.full(count, np.inf, np.float32), np.zeros(count, np.uint32)
+    here[: len(edges)], codes[: len(found.codes)] = edges, found.codes
+    return _Intervals(_pairs(here, codes, device), 0.0, 0.0, 1)
+
+
+def _pairs(edges: Any, codes: Any, device: torch.device) -> torch.Tensor:
+    words = np.stack([edges.astype(np.float32).view(np.int32), codes.astype(np.int32)], axis=1)
+    return torch.from_numpy(words).to(device)

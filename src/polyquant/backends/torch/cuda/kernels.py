@@ -72,25 +72,27 @@ def _why_not_dequantize(problem: Problem) -> str | None:
     return _lacks_triton() or _why_not_scheme(problem.a)
 
 
+def _why_not_embedding(problem: Problem) -> str | None:
+    if problem.transformed:
+        return "a transformation of the library watches the operands"
+    axes = problem.layout[0] if problem.layout else (0, 1)
+    if axes is None or len(axes) < 2 or axes != tuple(range(len(axes))):
+        return "the weight must be stored in the order of its axes, two or more"
+    return _why_not_dequantize(problem)
+
+
 def _why_not_quantize(problem: Problem) -> str | None:
     # What "quantize" is asked of a scheme alone (supports, devices) has no array's dtype.
     scheme = parse(problem.option) if problem.option else problem.a
     if not isinstance(scheme, QuantScheme):
-        return _lacks_triton()
+        return _lacks_nvrtc()
     if scheme.extras:
         return f"it does not know {scheme.extras[0]}"
-    if scheme.bits not in (1, 2, 4, 8) or scheme.store is not QuantStore.PACKED_U32:
-        return "it packs codes of 1, 2, 4 and 8 bits into 32-bit words (store packed_u32)"
-    if scheme.offset is not None or isinstance(scheme.scale, QuantScheme):
-        return "it calibrates scales that are numbers, without an offset"
-    if scheme.block is not None and (len(scheme.block) > 1 or _cuts_words(scheme)):
-        return "its blocks must lie along the last axis and begin at whole words"
-    return _lacks_triton()
-
-
-def _cuts_words(scheme: QuantScheme) -> bool:
     extent = scheme.block[-1] if scheme.block is not None else -1
-    return extent != -1 and (extent * scheme.bits % 32 != 0 or extent > 16384)
+    width = 8 if scheme.store is QuantStore.NATIVE else scheme.bits
+    if extent != -1 and extent * width % 8:
+        return "its blocks must begin at whole bytes"
+    return _why_not_scheme(scheme) or _lacks_nvrtc()
 
 
 def _why_not_cublas(problem: Problem) -> str | None:
@@ -140,6 +142,11 @@ def _dequantize(q: Any, dtype: Any) -> Any:
         return _module("decode").dequantize(q, dtype)
 
 
+def _embedding(rows: Any, q: Any, dtype: Any) -> Any:
+    with _beside(q):
+        return _module("decode").embedding(rows, q, dtype)
+
+
 def _quantize(x: Any, scheme: Any, calibration: str, **given: Any) -> Any:
     with _beside(x):
         return _module("encode").quantize(x, scheme, calibration, **given)
@@ -169,6 +176,7 @@ KERNELS = (
     Kernel("torch.triton.int8", "matmul", _why_not_block_int8, _BLOCKWISE),
     Kernel("torch.triton.fp8", "matmul", _why_not_block_fp8, _BLOCKWISE, entering="float16"),
     Kernel("torch.triton.cublas", "matmul", _why_not_cublas, _product("products", "matmul")),
-    Kernel("torch.triton.quantize", "quantize", _why_not_quantize, _quantize),
+    Kernel("torch.nvrtc.quantize", "quantize", _why_not_quantize, _quantize),
     Kernel("torch.triton.dequantize", "dequantize", _why_not_dequantize, _dequantize),
+    Kernel("torch.triton.embedding", "embedding", _why_not_embedding, _embedding),
 )
