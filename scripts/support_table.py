@@ -35,7 +35,7 @@ def product(left: str | QuantScheme, rows: int) -> MakeProblem:
 
 
 def unary(op: str) -> MakeProblem:
-    """The problem of quantize or dequantize."""
+    """The problem of quantize, dequantize or embedding."""
 
     def make(scheme: QuantScheme, kind: str) -> Problem:
         if op == "quantize":
@@ -56,6 +56,7 @@ def sections() -> dict[str, MakeProblem]:
         ),
         "Quantize": unary("quantize"),
         "Dequantize": unary("dequantize"),
+        "Rows of a table looked up (embedding)": unary("embedding"),
     }
 
 

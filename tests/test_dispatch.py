@@ -230,6 +230,7 @@ def test_explain_runs_nothing(device: str) -> None:
     assert pq.explain("quantize", x).kernel
     assert pq.explain("dequantize", q).kernel
     assert "runs " in str(pq.explain("dequantize", q))
+    assert pq.explain("embedding", pq.ops.argsort(x), q).kernel
 
 
 @pytest.mark.parametrize(
@@ -238,6 +239,7 @@ def test_explain_runs_nothing(device: str) -> None:
         ("mul", 2, errors.UnknownName),
         ("matmul", 1, errors.InvalidArgument),
         ("dequantize", 0, errors.InvalidArgument),
+        ("embedding", 2, errors.InvalidArgument),
     ],
 )
 def test_explain_refuses(op: str, operands: int, error: type[Exception]) -> None:
@@ -245,7 +247,7 @@ def test_explain_refuses(op: str, operands: int, error: type[Exception]) -> None
         pq.explain(op, *[floats((4, 4))] * operands)
 
 
-@pytest.mark.parametrize("op", ["matmul", "quantize", "dequantize"])
+@pytest.mark.parametrize("op", ["matmul", "quantize", "dequantize", "embedding"])
 def test_supports_every_preset(device: str, op: str) -> None:
     for name in pq.presets():
         answer = pq.supports(device, name, op)

@@ -311,9 +311,7 @@ class _Call(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _call(
-    scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool, taken: int | None
-) -> _Call:
+def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool, taken: int | None) -> _Call:
     extents, counts = scheme.block_extents(laid) or (1,), scheme.scale_shape(laid) or (1,)
     length, extent, count = laid[-1], extents[-1], counts[-1]
     segment, scales = _segments(length, extent, count)
