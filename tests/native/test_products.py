@@ -24,6 +24,7 @@ from native_cases import (
 from polyquant.backends.native import products
 from polyquant.backends.native.compiled import compiled
 from polyquant.backends.native.weights import matrix_of, plain
+from polyquant.qtensor import from_parts
 from polyquant.tables import named_table
 
 KERNEL = "native.matmul"
@@ -181,6 +182,17 @@ def test_lines_of_one_code(target: str, table: str) -> None:
         for m in (1, 3, 20):
             a = weight("q8s/32:f32", (m, k))
             check_product(pq.matmul(a, q), values(a), q, f"{table} {(m, k)}", OF_CODES)
+
+
+def test_lines_that_share_their_bytes(target: str) -> None:
+    q = weight("q4s", (1, 64))
+    parts = {"data": np.broadcast_to(q.data, (5, 32)), "scales": np.repeat(q.scales, 5, axis=0)}
+    shared = from_parts(parts, q.scheme, (5, 64), device="numpy").mT
+    assert shared.data.strides[0] == 0
+    for m in (1, 3, 20):
+        a = weight("q8s-32", (m, 64))
+        check_product(pq.matmul(a, shared), values(a), shared, part=OF_CODES)
+        check(floats((m, 64)), shared)
 
 
 def test_codes_with_scales_of_every_size(target: str) -> None:
