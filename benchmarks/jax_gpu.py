@@ -6,8 +6,9 @@ median of several calls, divided by the products in one. What a kernel needs bes
 of x and a sum of slices, is in it. Every choice of tiles is first compared with the definition on
 the same codes; one that fails, or is not compiled, is recorded with its reason.
 
-    python benchmarks/jax_gpu.py [--out benchmarks/results/jax_gpu.json] [--seconds 50]
-    JAX_PLATFORMS=cpu python benchmarks/jax_gpu.py --interpret --size 128    (a trial without a GPU)
+    python benchmarks/jax_gpu.py [--out benchmarks/results/jax_gpu.json] [--seconds 80]
+    JAX_PLATFORMS=cpu PYTHONPATH=tests python benchmarks/jax_gpu.py --interpret --size 256
+        (a trial without a GPU)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,14 +29,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import polyquant as pq
-from polyquant.backends.jax.pallas import product
+from polyquant.backends.jax.pallas import mma, product
 from polyquant.backends.jax.pallas.product import Tiles
 
-SCHEMES = ("q4s-32", "nf4", "mxfp4", "q8s-row", "fp8-row", "q2s/64:f16")
-ROWS_OF_X = (1, 4, 16, 64)
+SCHEMES = ("q4s-32", "nf4", "mxfp4", "nvfp4", "q8s-row", "fp8-row", "q2s/64:f16")
+ROWS_OF_X = (1, 4, 16, 32, 64)
+Cut = Tiles | mma.Tiles
 COPIES_BYTES = 240e6
 #: Products in one timed call, about, and calls.
 PRODUCTS, CALLS = 128, 7
+#: A product that takes longer is not timed again.
+HOPELESS_US = 400.0
 #: Of so many rows is the weight made, again and again, so that its product is quickly checked.
 PERIOD = 1024
 
@@ -47,19 +52,38 @@ def dots(rows: int, line: int, slices: int, warps: int = 4, stages: int = 3) -> 
     return Tiles(rows, line, slices, warps, stages, dots=True)
 
 
-def candidates(m: int, bits: int, *, is_table: bool) -> Iterator[Tiles | None]:
-    """Tiles to try; None stands for what the kernel takes by itself."""
+def lanes(
+    tiles: int,
+    runs: int,
+    width: int = 16,
+    *,
+    warps: int = 8,
+    ahead: bool = True,
+    joined: bool = True,
+) -> mma.Tiles:
+    return mma.Tiles(tiles, warps, runs, 1, width, ahead, joined)
+
+
+def candidates(m: int, bits: int, block: int, *, is_table: bool) -> Iterator[Cut | None]:
+    """Ways to cut a product, of blocks of so many bytes; None stands for the kernel's own."""
     yield None
-    line = 128 if bits == 8 else 64 if bits == 4 else 32
-    stages = 1 if is_table else 3  # entries looked up must not wait in shared memory
+    step, stages = 16 * bits, 1 if is_table else 3
     if m == 1:
-        yield from (few(8, 2048), few(2, 2048), few(4, 1024, 2), few(8, 1024, 2))
-        return
-    if m == 4:
-        yield from (few(4, 1024, 2), few(4, 2048))
-    yield from (dots(64, line, 8, 4, stages), dots(128, line, 8, 8, stages))
-    yield dots(64, 2 * line, 8, 4, min(stages, 2))
-    yield dots(64, line, 4, 4, stages)._replace(left=False)
+        yield few(2, 2048)
+    elif m > 32:
+        yield from (dots(64, 2 * step if is_table else step, 8, 4, stages), lanes(1, 1, 8))
+    elif m > 16:
+        yield from (dots(64, step, 8, 4, stages), lanes(2, 1, 8))
+    elif block < 16:
+        yield from (lanes(2, 4, 8), lanes(2, 4, 8, ahead=False), lanes(2, 4, 8, joined=False))
+    else:
+        yield from (lanes(2, 2), lanes(2, 2, ahead=False), lanes(2, 4, 8))
+        if bits == 2:
+            yield lanes(2, 4, 8, joined=False)
+        elif m <= 8:
+            yield from (lanes(2, 1, ahead=False), lanes(2, 4, 8, ahead=False))
+        else:
+            yield from (lanes(2, 2, joined=False), lanes(2, 2, 8, joined=False))
 
 
 class Weight(NamedTuple):
@@ -129,7 +153,11 @@ def compiled(multiply: Callable[[Any, Any], Any], x: Any, copies: list[Any]) -> 
 
 
 def timed_us(case: Case, x: Any, copies: list[Any]) -> float:
+    begin = time.perf_counter()
     jax.block_until_ready(case.many(x, copies))
+    first = (time.perf_counter() - begin) / case.products * 1e6
+    if first > HOPELESS_US:
+        return first
     times = []
     for _ in range(CALLS):
         begin = time.perf_counter()
@@ -143,7 +171,7 @@ def xla(x: Any, w: Any) -> Any:
     return x @ w.T
 
 
-def ours(tiles: Tiles | None, interpret: bool, x: Any, w: Any) -> Any:
+def ours(tiles: Cut | None, interpret: bool, x: Any, w: Any) -> Any:
     return product.matmul(x, w.mT, x.dtype, tiles=tiles, interpret=interpret)
 
 
@@ -160,10 +188,12 @@ def outcome(waiting: Future[Case], x: Any, weight: Weight) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--seconds", type=float, default=50.0, help="of them half to compile in")
+    parser.add_argument("--seconds", type=float, default=80.0, help="two thirds to compile in")
     parser.add_argument("--size", type=int, default=8192, help="extents of the weight")
     parser.add_argument("--interpret", action="store_true", help="without a GPU: a trial only")
     given = parser.parse_args()
+    if given.interpret:
+        product.plgpu.elementwise_inline_asm = import_module("ptx").elementwise_inline_asm
     end = time.monotonic() + given.seconds
     device = jax.devices()[0]
     found: dict[str, Any] = {
@@ -175,13 +205,14 @@ def main() -> None:
     }
     rng = np.random.default_rng(1)
     all_rows = jnp.asarray(rng.standard_normal((64, given.size), dtype=np.float32), jnp.bfloat16)
-    measure(found, all_rows, end, interpret=given.interpret)
+    for _ in measure(found, all_rows, end, interpret=given.interpret):
+        if given.out is not None:
+            given.out.write_text(json.dumps(found) + "\n")
     report(found)
-    if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def measure(found: dict[str, Any], all_rows: Any, end: float, *, interpret: bool) -> None:
+def measure(found: dict[str, Any], all_rows: Any, end: float, *, interpret: bool) -> Iterator[None]:
+    """Fills in what is found; yields after every case."""
     begin, size = time.monotonic(), all_rows.shape[1]
     period = min(PERIOD, size)
     wide = jax.random.normal(jax.random.key(0), (period, size), jnp.bfloat16) / size**0.5
@@ -204,8 +235,8 @@ def measure(found: dict[str, Any], all_rows: Any, end: float, *, interpret: bool
         for rank, tiles in enumerate(candidates(m, **_facts(scheme)))
     ]
     tries.sort(key=lambda case: case[0])
-    cases: list[tuple[int, str, Tiles | None, Weight, Future[Case]]] = []
-    with ThreadPoolExecutor(8) as pool:
+    cases: list[tuple[int, str, Cut | None, Weight, Future[Case]]] = []
+    with ThreadPoolExecutor(14) as pool:
         for m in ROWS_OF_X:
             waiting = pool.submit(compiled, xla, all_rows[:m], dense.copies)
             cases.append((m, "", None, dense, waiting))
@@ -214,23 +245,26 @@ def measure(found: dict[str, Any], all_rows: Any, end: float, *, interpret: bool
             waiting = pool.submit(compiled, way, all_rows[:m], held.copies)
             cases.append((m, scheme, tiles, held, waiting))
         # Nothing is compiled beside a measurement: the threads would hold up the calls.
-        wait([case[-1] for case in cases], timeout=(end - time.monotonic()) / 2)
+        wait([case[-1] for case in cases], timeout=(end - time.monotonic()) * 2 / 3)
         pool.shutdown(cancel_futures=True)
     print(f"compiled: {time.monotonic() - begin:.0f} s", flush=True)
     for m, scheme, tiles, held, waiting in cases:
         late = waiting.cancelled() or time.monotonic() > end
         got = {"failed": "no time left"} if late else outcome(waiting, all_rows[:m], held)
-        if not scheme:
+        if scheme:
+            way = {} if tiles is None else {"way": tiles.__class__.__module__.rpartition(".")[2]}
+            got = {"tiles": "default" if tiles is None else tuple(tiles), **way, **got}
+            found["schemes"].setdefault(scheme, {}).setdefault(m, []).append(got)
+        else:
             found["bf16"][m] = got
-            continue
-        got = {"tiles": "default" if tiles is None else tuple(tiles), **got}
-        found["schemes"].setdefault(scheme, {}).setdefault(m, []).append(got)
+        yield
     print(f"measured: {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def _facts(scheme: str) -> dict[str, Any]:
     made = pq.scheme(scheme)
-    return {"bits": made.bits, "is_table": made.table is not None}
+    block = 16 if made.block is None or made.block[-1] == -1 else made.block[-1] * made.bits // 8
+    return {"bits": made.bits, "is_table": made.table is not None, "block": min(block, 16)}
 
 
 def report(found: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import polyquant as pq
 from devices import assert_same_bits, assert_same_parts, host
-from polyquant import arrays, dispatch
+from polyquant import arrays, conform, dispatch
 from polyquant.arithmetic import divide
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
@@ -17,6 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from polyquant.backends.jax import accelerators, division  # noqa: E402
 
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="it is about JAX's CPU")
 TINY = np.finfo(np.float32).tiny
 _compiled = jax.jit(division.quotient)
 
@@ -71,12 +72,25 @@ def test_which_way_is_compiled_for_which_platform() -> None:
         assert all(("ui32" in line) is by_integers for line in floats)
 
 
+@on_cpu
 def test_products_ask_for_full_precision() -> None:
     x, q = jnp.ones((2, 32)), pq.quantize(jnp.ones((4, 32)), "q4s")
     run = jax.jit(jax.grad(lambda x: (x @ q.T).sum()))
     text = jax.jit(lambda x: (x @ q.T, run(x))).lower(x).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert len(products) >= 2 and all("HIGHEST, HIGHEST" in line for line in products)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scheme", ["nf4", "q8s/2x16:f16", "u4/32:f16+bias:f16"])
+def test_products_in_the_dtype_of_their_rows_keep_its_bound(scheme: str, kind: str) -> None:
+    rng, run = np.random.default_rng(4), accelerators.KERNELS[0].run
+    q = pq.quantize(rng.normal(size=(40, 96)).astype(np.float32), scheme).to("jax")
+    x, values = jnp.asarray(rng.normal(size=(5, 96)), kind), np.asarray(q.dequantize(), np.float64)
+    rows = np.asarray(x, np.float64)
+    for left, right, a, b in ((x, q.mT, rows, values.T), (q, x.T, values, rows.T)):
+        y = host(run(left, right, jnp.dtype(kind)))
+        assert not conform.product_error(y, a, b, kind, kind)
 
 
 @pytest.fixture
@@ -95,6 +109,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Any:
         cache.cache_clear()
 
 
+@on_cpu
 @pytest.mark.parametrize("scheme", ["q8s/32:f32", "nvfp4", "nf4", "u4/32:f32+bias:f32", "mxfp4"])
 def test_quantizing_by_integer_quotients_gives_the_same_bits(scheme: str, elsewhere: Any) -> None:
     x = np.random.default_rng(2).normal(size=(6, 70)).astype(np.float32)
@@ -105,8 +120,12 @@ def test_quantizing_by_integer_quotients_gives_the_same_bits(scheme: str, elsewh
 
 
 def test_what_is_not_proven_is_refused_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = dispatch.one_operand_problem("quantize", jnp.ones(32), "jax:gpu:0")
     kernel = next(k for k in accelerators.KERNELS if k.op == "quantize")
-    assert "has not passed with XLA on gpu" in str(kernel.why_not(problem))
-    monkeypatch.setattr(accelerators, "CONFORMING", frozenset({"gpu"}))
-    assert kernel.why_not(problem) is None
+    on_gpu, on_tpu = (
+        dispatch.one_operand_problem("quantize", jnp.ones(32), f"jax:{kind}:0")
+        for kind in ("gpu", "tpu")
+    )
+    assert kernel.why_not(on_gpu) is None
+    assert "has not passed with XLA on tpu" in str(kernel.why_not(on_tpu))
+    monkeypatch.setattr(accelerators, "CONFORMING", frozenset({"tpu"}))
+    assert kernel.why_not(on_tpu) is None and kernel.why_not(on_gpu) is not None

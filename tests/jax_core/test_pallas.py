@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import polyquant as pq
+import ptx
 from polyquant.dispatch import explain_problem
 from polyquant.kernel import Problem
 
@@ -15,11 +16,18 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
 
 from polyquant.backends.jax import pallas  # noqa: E402
-from polyquant.backends.jax.pallas import product  # noqa: E402
+from polyquant.backends.jax.pallas import mma, product  # noqa: E402
 from polyquant.backends.jax.pallas.product import Tiles  # noqa: E402
 
-# JAX announces from 0.11 on that Triton's lowering will go.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+INTERPRETED = jax.default_backend() != "gpu"
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, NumPy runs the PTX."""
+    if INTERPRETED:
+        monkeypatch.setattr(mma.plgpu, "elementwise_inline_asm", ptx.elementwise_inline_asm)
+
 
 #: Every kind of code, scale, zero point and block that is taken.
 SCHEMES = (
@@ -78,7 +86,7 @@ def test_every_scheme_keeps_the_bound(name: str) -> None:
     q = weight(name, 21, 100)
     for dtype, m, tiles in (("float32", 2, FEW), ("bfloat16", 5, LEFT)):
         x = floats(m, 100, dtype)
-        check(product.matmul(x, q, x.dtype, tiles=tiles, interpret=True), x, q)
+        check(product.matmul(x, q, x.dtype, tiles=tiles, interpret=INTERPRETED), x, q)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 40, 7), (17, 9, 64), (3, 33, 600)])
@@ -87,26 +95,116 @@ def test_every_extent_keeps_the_bound(shape: tuple[int, int, int]) -> None:
     q = weight("u4/32:f16-zero:u4", n, k)
     for dtype, tiles in zip(UNIT, (None, RIGHT, None), strict=True):
         x = floats(m, k, dtype)
-        check(product.matmul(x, q, x.dtype, tiles=tiles, interpret=True), x, q)
+        check(product.matmul(x, q, x.dtype, tiles=tiles, interpret=INTERPRETED), x, q)
+
+
+#: Codes, blocks and scales of the kernel for bfloat16, with how it is cut and extents.
+LANES = (
+    ("q4s/32:f16", (5, 21, 256), mma.Tiles(2, 2, 1, 1)),
+    ("q4f/row:f32", (1, 16, 64), mma.Tiles(1, 1, 1, 1)),
+    ("q8s/row:f32", (3, 33, 608), mma.Tiles(1, 2, 2, 2)),
+    ("q8f/64:bf16", (9, 40, 320), mma.Tiles(1, 2, 2, 1)),
+    ("u8/2x64:f32-zero:u8", (5, 21, 256), mma.Tiles(2, 2, 1, 1)),
+    ("q2s/64:f16", (1, 40, 1280), mma.Tiles(2, 2, 1, 1)),
+    ("u2/row:f32-zero:u2", (5, 21, 256), mma.Tiles(2, 2, 1, 1)),
+    ("u1/256:f32", (2, 5, 512), mma.Tiles(1, 1, 2, 1)),
+    ("u4/32:f16-zero:u4", (16, 9, 320), mma.Tiles(2, 2, 2, 1)),
+    ("u4/row:f32-zero:u4", (5, 40, 192), mma.Tiles(2, 1, 4, 1)),
+    ("nf4", (64, 40, 320), mma.Tiles(2, 1, 4, 1)),
+    ("nf4-double", (5, 21, 256), mma.Tiles(2, 2, 1, 1)),
+    ("u4[custom]/128:bf16", (5, 21, 256), mma.Tiles(2, 2, 1, 1)),
+    ("mxfp4", (5, 21, 256), mma.Tiles(2, 2, 1, 1)),
+    ("q2f/64:ue4m3/tensor:f32", (5, 21, 256), mma.Tiles(2, 2, 1, 1)),
+    ("e4m3/128x128:f32", (5, 140, 384), mma.Tiles(2, 2, 4, 1)),
+    ("mxfp8-e5m2", (5, 21, 256), mma.Tiles(2, 2, 1, 1)),
+    ("nvfp4", (5, 21, 256), mma.Tiles(2, 2, 1, 1)),
+    # Rows of 16, and lanes whose runs follow each other.
+    ("q8s/row:f32", (9, 40, 320), mma.Tiles(2, 2, 2, 1, 16, ahead=False, joined=True)),
+    ("e4m3/row:f32", (5, 70, 256), mma.Tiles(4, 2, 1, 1, 16)),
+    ("u4/row:f32-zero:u4", (5, 40, 256), mma.Tiles(2, 1, 2, 1, 16, joined=True)),
+    ("q8s/128:f16", (1, 20, 640), mma.Tiles(1, 1, 4, 1, 8, ahead=False, joined=True)),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "extents", "tiles"), LANES, ids=[f"{i}-{row[0]}" for i, row in enumerate(LANES)]
+)
+def test_lane_by_lane_no_code_is_rounded(name: str, extents: Any, tiles: mma.Tiles) -> None:
+    m, n, k = extents
+    q, x = weight(name, n, k), floats(m, k, "bfloat16")
+    assert mma.why_not(q.scheme, x.dtype, q.data.shape[-1]) is None
+    y = product.matmul(x, q, jnp.float32, tiles=tiles, interpret=INTERPRETED)
+    values = np.asarray(q.dequantize(), np.float64)
+    error = 2.0**-20 if q.table is None else 2.0**-9  # entries of a table are rounded
+    left = np.asarray(x, np.float64)
+    assert np.all(np.abs(y - left @ values) <= error * (np.abs(left) @ np.abs(values)))
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("name", ["q4s/32:f16", "nf4", "u4/32:f16-zero:u4"])
+def test_scales_of_numbers_round_them_within_the_bound(name: str, joined: bool) -> None:
+    q, x = weight(name, 24, 320), floats(2, 320, "bfloat16")
+    tiles = mma.Tiles(runs=2, width=16, joined=joined)
+    check(product.matmul(x, q, x.dtype, tiles=tiles, interpret=INTERPRETED), x, q)
+
+
+def test_by_itself_it_is_cut_as_rows_and_codes_ask_for() -> None:
+    x = floats(33, 256, "bfloat16")
+    for name, by_lanes in (("q4s/32:f16", 32), ("q2s/64:f16", 16), ("e4m3/row:f32", 32)):
+        q = weight(name, 24, 256)
+        for m in (3, 16, 17, 32, 33):
+            assert isinstance(product.cut_for(x[:m], q), mma.Tiles) == (m <= by_lanes)
+        assert isinstance(product.cut_for(x[:1], q), mma.Tiles) == (q.scheme.bits < 8)
+    check(product.matmul(x[:17], q, x.dtype, interpret=INTERPRETED), x[:17], q)
+    assert not isinstance(product.cut_for(x.astype("float16"), q), mma.Tiles)
+
+
+def test_what_is_not_a_number_stays_so_lane_by_lane() -> None:
+    q = weight("mxfp8", 20, 64)
+    broken = q._replace(data=q.data.at[2, 5].set(0x7F), scales=q.scales.at[17, 1].set(255))
+    y = np.asarray(
+        product.matmul(floats(3, 64, "bfloat16"), broken, jnp.float32, interpret=INTERPRETED)
+    )
+    assert (np.isnan(y) == np.isin(np.arange(20), [2, 17])).all()
+    nothing = pq.quantize(np.full((8, 64), 0.0, np.float32), "u4/32:f16-zero:u4").to("jax").mT
+    assert not np.any(
+        product.matmul(floats(3, 64, "bfloat16"), nothing, jnp.float32, interpret=INTERPRETED)
+    )
+
+
+NOT_BY_LANES = (
+    ("q4s/32:f16", "float16", 32, "not float16"),
+    ("u8[dynamic8]/64:f32", "bfloat16", 32, "no decoder"),
+    ("q4s/32:f16", "bfloat16", 48, "whole 32 bytes"),
+    ("q4s/16:f16", "bfloat16", 32, "have short scales"),
+    ("q8s/16:f16", "bfloat16", 32, "have short scales"),
+)
+
+
+@pytest.mark.parametrize(("scheme", "dtype", "line", "reason"), NOT_BY_LANES)
+def test_what_is_not_taken_lane_by_lane(scheme: str, dtype: str, line: int, reason: str) -> None:
+    assert reason in (mma.why_not(pq.scheme(scheme), dtype, line) or "")
 
 
 def test_axes_before_the_last_are_rows_and_a_vector_is_one() -> None:
     q = weight("mxfp4", 8, 64)
     x = floats(6, 64, "float32")
-    whole = product.matmul(x, q, x.dtype, tiles=FEW, interpret=True)
-    stacked = product.matmul(x.reshape(2, 3, 64), q, x.dtype, tiles=FEW, interpret=True)
+    whole = product.matmul(x, q, x.dtype, tiles=FEW, interpret=INTERPRETED)
+    stacked = product.matmul(x.reshape(2, 3, 64), q, x.dtype, tiles=FEW, interpret=INTERPRETED)
     assert np.array_equal(stacked.reshape(6, 8), whole)
-    vector = product.matmul(x[0], q, jnp.bfloat16, tiles=FEW, interpret=True)
+    vector = product.matmul(x[0], q, jnp.bfloat16, tiles=FEW, interpret=INTERPRETED)
     assert vector.shape == (8,) and vector.dtype == jnp.bfloat16
 
 
 def test_zeros_are_exact_and_numbers_that_are_none_stay_so() -> None:
     nothing = pq.quantize(np.full((8, 64), 0.0, np.float32), "u4/32:f16-zero:u4").to("jax").mT
     x = floats(3, 64, "bfloat16")
-    assert not np.any(product.matmul(x, nothing, x.dtype, tiles=LEFT, interpret=True))
+    assert not np.any(product.matmul(x, nothing, x.dtype, tiles=LEFT, interpret=INTERPRETED))
     q = weight("e4m3/32:ue8m0", 8, 64)
     broken = q._replace(data=q.data.at[2, 5].set(0x7F), scales=q.scales.at[4, 1].set(255))
-    y = np.asarray(product.matmul(floats(1, 64, "float32"), broken, jnp.float32, interpret=True))
+    y = np.asarray(
+        product.matmul(floats(1, 64, "float32"), broken, jnp.float32, interpret=INTERPRETED)
+    )
     assert np.isnan(y).nonzero()[1].tolist() == [2, 4]
 
 
@@ -115,7 +213,7 @@ def test_a_scale_of_the_smallest_power_of_two_is_exact() -> None:
     # 2^-127, which is subnormal in float32; twos, so that no value is.
     q = q._replace(scales=jnp.zeros_like(q.scales), data=jnp.full_like(q.data, 0x4C))
     x = floats(2, 64, "float32") * 2.0**20
-    check(product.matmul(x, q, x.dtype, tiles=FEW, interpret=True), x, q)
+    check(product.matmul(x, q, x.dtype, tiles=FEW, interpret=INTERPRETED), x, q)
 
 
 def test_under_jit_and_vmap() -> None:
@@ -124,7 +222,7 @@ def test_under_jit_and_vmap() -> None:
 
     @jax.jit
     def one(x: Any, q: Any) -> Any:
-        return product.matmul(x, q, x.dtype, tiles=FEW, interpret=True)
+        return product.matmul(x, q, x.dtype, tiles=FEW, interpret=INTERPRETED)
 
     each = jax.vmap(one, (0, None))(x, q)
     for made, rows in zip(each, x, strict=True):
@@ -137,7 +235,8 @@ IS_LOWERED = jax.__version_info__ < (0, 11) or jax.default_backend() == "gpu"
 
 @pytest.mark.skipif(not IS_LOWERED, reason="JAX from 0.11 on lowers for the GPU at hand alone")
 @pytest.mark.parametrize("name", SCHEMES)
-def test_it_is_lowered_for_cuda(name: str) -> None:
+def test_it_is_lowered_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the PTX itself
     q = jax.eval_shape(lambda: weight(name, 384, 512))
     cases = [(m, dtype) for m in (1, 5, 64) for dtype in UNIT if m < 64 or dtype != "float32"]
     for m, dtype in cases:

@@ -15,27 +15,29 @@ import jax
 
 from polyquant.kernel import Kernel, Problem
 from polyquant.scheme import OffsetKind, QuantScheme
-from polyquant.values import QuantMode, QuantStore, QuantValue
+from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
 
-#: Compute capability of the oldest GPU that has bf16 and tf32: Ampere.
-_OLDEST = 8.0
+#: Compute capability of the oldest GPUs that have bf16 and tf32 (Ampere), and e4m3 (Ada).
+_OLDEST, _WITH_E4M3 = 8.0, 8.9
 #: Rows of x above which decoding the weight first is quicker (see docs/cuda.md), and those of
 #: float32, which is summed without tensor cores.
 _MOST_ROWS = MappingProxyType({"bfloat16": 64, "float16": 64, "float32": 16})
 #: Bytes of a weight that offsets of 32 bits reach.
 _MOST_BYTES = 1 << 31
 _MINIFLOATS = (QuantValue.E2M1, QuantValue.E4M3, QuantValue.E5M2)
+#: Those that the GPU converts from e4m3, in one kernel or the other.
+_THROUGH_E4M3 = (QuantValue.E2M1, QuantValue.E4M3)
 
 
 @cache
-def _lacking() -> str | None:
+def _lacking(least: float) -> str | None:
     """What the GPUs here lack, asked once."""
     found = [device for device in jax.devices() if device.platform == "gpu"]
     for device in found:
         if "NVIDIA" not in device.device_kind:
             return f"it is for NVIDIA's GPUs, and one here is {device.device_kind}"
-        if float(device.compute_capability) < _OLDEST:
-            return f"a GPU here is of compute capability {device.compute_capability}, below 8.0"
+        if float(device.compute_capability) < least:
+            return f"a GPU here is of compute capability {device.compute_capability}, below {least}"
     return None
 
 
@@ -58,7 +60,8 @@ def _why_not(problem: Problem) -> str | None:
         return "its offsets are of 32 bits, and the weight may be larger than 2 GiB"
     if problem.transformed and jax.device_count() > 1:
         return "XLA may split traced operands over the GPUs here, and it cannot split this kernel"
-    return _why_not_scheme(scheme) or _lacking()
+    through_e4m3 = scheme.value in _THROUGH_E4M3 or scheme.scale is ScaleDtype.UE4M3
+    return _why_not_scheme(scheme) or _lacking(_WITH_E4M3 if through_e4m3 else _OLDEST)
 
 
 def _why_not_scheme(scheme: QuantScheme) -> str | None:

@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from polyquant import standard
+from polyquant.backends.jax.pallas import mma
 from polyquant.errors import KernelRefused
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
@@ -93,19 +94,15 @@ def _every_byte(byte: int) -> int:
     return byte * 0x01010101
 
 
-def _integer(
-    bits: int, sign: int, in_ptx: bool, codes: Array, plane: int, zeros: Any, table: Any
-) -> Array:
+def _integer(bits: int, sign: int, codes: Array, plane: int, zeros: Any, table: Any) -> Array:
     """An integer in place: its bits become those of a float of 2^23 and more."""
     shift = plane * bits
     flip = sign << shift  # turns two's complement into an offset
     mask = ((1 << bits) - 1) << shift
-    if in_ptx:  # (codes & mask) ^ flip of four, then each below the magic byte
-        code = f"lop3.b32 t, {{codes}}, {_every_byte(mask)}, {_every_byte(flip)}, 0x6A; "
-        takes = (f"prmt.b32 ${i}, t, {_MAGIC_BITS}, {0x7440 + i};" for i in range(4))
-        number = _four(code + " ".join(takes), 4, codes, jnp.int32)
-    else:
-        number = (codes.astype(jnp.int32) & mask) ^ (_MAGIC_BITS | flip)
+    # (codes & mask) ^ flip of four, then each below the magic byte
+    code = f"lop3.b32 t, {{codes}}, {_every_byte(mask)}, {_every_byte(flip)}, 0x6A; "
+    takes = (f"prmt.b32 ${i}, t, {_MAGIC_BITS}, {0x7440 + i};" for i in range(4))
+    number = _four(code + " ".join(takes), 4, codes, jnp.int32)
     base = _MAGIC + flip
     if zeros is not None:
         base = base + zeros * float(1 << shift)
@@ -122,19 +119,14 @@ def _as_float(bits: Array, kind: Any) -> Array:
     return lax.bitcast_convert_type(bits.astype(size), kind).astype(jnp.float32)
 
 
-def _e2m1(in_ptx: bool, codes: Array, plane: int, zeros: Any, table: Any) -> Array:
+def _e2m1(codes: Array, plane: int, zeros: Any, table: Any) -> Array:
     """As e4m3 with the same fields, whose exponents are 6 lower; it has subnormals too."""
-    sign, rest = 0x80, 0x1C
-    if in_ptx:
-        moves = "and.b32 t, {codes}, %s; shr.b32 u, {codes}, 2;"
-        if plane == 0:
-            moves = "shl.b32 t, {codes}, 4; and.b32 t, t, %s; shl.b32 u, {codes}, 2;"
-        joined = f" lop3.b32 $0, u, {_every_byte(rest)}, t, 0xEA;"  # u & rest | t
-        code = moves % _every_byte(sign) + joined
-        return _as_float(_four(code, 1, codes, jnp.int8), jnp.float8_e4m3fn)
-    bits = codes.astype(jnp.int32)
-    high, low = (bits << 4, bits << 2) if plane == 0 else (bits, bits >> 2)
-    return _as_float((high & sign) | (low & rest), jnp.float8_e4m3fn)
+    sign, rest = _every_byte(0x80), _every_byte(0x1C)
+    moves = f"and.b32 t, {{codes}}, {sign}; shr.b32 u, {{codes}}, 2;"
+    if plane == 0:
+        moves = f"shl.b32 t, {{codes}}, 4; and.b32 t, t, {sign}; shl.b32 u, {{codes}}, 2;"
+    joined = f" lop3.b32 $0, u, {rest}, t, 0xEA;"  # u & rest | t
+    return _as_float(_four(moves + joined, 1, codes, jnp.int8), jnp.float8_e4m3fn)
 
 
 def _e4m3(codes: Array, plane: int, zeros: Any, table: Any) -> Array:
@@ -145,19 +137,15 @@ def _e5m2(codes: Array, plane: int, zeros: Any, table: Any) -> Array:
     return _as_float(codes.astype(jnp.int32) << 8, jnp.float16)
 
 
-def codes_of(scheme: QuantScheme, *, in_ptx: bool = True) -> Codes | None:
-    """How a scheme's codes are decoded, or None where there is no way.
-
-    ``in_ptx``: four at a time by instructions of NVIDIA's GPUs, where Triton would take more; the
-    same numbers either way.
-    """
+def codes_of(scheme: QuantScheme) -> Codes | None:
+    """How a scheme's codes are decoded, or None where there is no way."""
     value, bits = scheme.value, scheme.bits
     if bits not in (1, 2, 4, 8):
         return None
     if scheme.mode is QuantMode.LOOKUP:
         return Codes(bits, partial(_looked_up, bits), lambda plane: 0, looks_up=True)
     minifloats: dict[QuantValue, tuple[Callable[..., Array], int]] = {
-        QuantValue.E2M1: (partial(_e2m1, in_ptx), -6),
+        QuantValue.E2M1: (_e2m1, -6),
         QuantValue.E4M3: (_e4m3, 0),
         QuantValue.E5M2: (_e5m2, 0),
     }
@@ -167,7 +155,7 @@ def codes_of(scheme: QuantScheme, *, in_ptx: bool = True) -> Codes | None:
     if value.is_float:
         return None
     sign = 1 << (bits - 1) if value.is_signed else 0
-    return Codes(bits, partial(_integer, bits, sign, in_ptx), lambda plane: plane * bits)
+    return Codes(bits, partial(_integer, bits, sign), lambda plane: plane * bits)
 
 
 def _times(x: Any, stored: Array, kind: Any) -> Array:
@@ -339,31 +327,56 @@ def default_tiles(m: int, n: int, line: int, codes: Codes) -> Tiles:
     if m <= FEW_ROWS:
         return Tiles(rows=2 if codes.looks_up or codes.bits == 8 else 4, line=2048)
     rows, step = 64, 16 * codes.bits
-    # With so few rows the weight is better the right operand; what is looked up spills then.
-    left = m > 16 or codes.looks_up
+    # Of few rows the weight is better the right operand; entries looked up are the other way round.
+    left = (m > 16) != codes.looks_up
     most = max(1, min(_PROGRAMS * rows // n, line // (2 * step), 8 if left else 4))
     slices = 1 << (most.bit_length() - 1)
     stages = 1 if codes.looks_up else 3  # entries looked up must not wait in shared memory
     return Tiles(rows, step, slices, stages=stages, dots=True, left=left)
 
 
+def cut_for(rows: Array, weight: QTensor) -> Tiles | mma.Tiles:
+    """How a product of rows (m, k) is cut where nothing is asked for; which says by which kernel.
+
+    ``mma`` is the quickest way of up to 32 rows, or 16 of shorter codes; but a line of whole bytes
+    is read best by whole warps, as those do that sum one row (benchmarks/results/jax_gpu.json).
+    """
+    m, bits, line = rows.shape[0], weight.scheme.bits, weight.data.shape[-1]
+    by_lanes = m <= (16 if bits < 4 else 32) and not (m <= FEW_ROWS and bits == 8)
+    if by_lanes and mma.why_not(weight.scheme, rows.dtype, line) is None:
+        return mma.default_tiles(m, weight.scheme)
+    few = m <= FEW_ROWS or rows.dtype == jnp.float32
+    return default_tiles(1 if few else m, weight.shape[1], line, _known(weight.scheme))
+
+
+def _known(scheme: QuantScheme) -> Codes:
+    codes = codes_of(scheme)
+    if codes is None:
+        refused, reason = f"a product by {scheme}", "it has no decoder for its codes"
+        raise KernelRefused(kernel="jax.pallas.matmul", problem=refused, reason=reason)
+    return codes
+
+
 def matmul(
-    x: Array, weight: QTensor, kind: Any, *, tiles: Tiles | None = None, interpret: bool = False
+    x: Array,
+    weight: QTensor,
+    kind: Any,
+    *,
+    tiles: Tiles | mma.Tiles | None = None,
+    interpret: bool = False,
 ) -> Array:
     """``x @ weight``, summed in float32: x (..., k) or (k,), weight (k, n) stored (n, k).
 
-    ``kind``: the dtype of the result. ``interpret``: run without a GPU, step by step.
+    ``kind``: the dtype of the result. ``tiles``: also says which way is taken. ``interpret``: run
+    without a GPU, step by step.
     """
     k, n = weight.shape
     rows = x.reshape(-1, k)
-    codes = codes_of(weight.scheme, in_ptx=not interpret)
-    if codes is None:
-        refused = f"a product by {weight.scheme}"
-        reason = "it has no decoder for its codes"
-        raise KernelRefused(kernel="jax.pallas.matmul", problem=refused, reason=reason)
-    few = rows.shape[0] <= FEW_ROWS or rows.dtype == jnp.float32
-    if tiles is None:
-        tiles = default_tiles(1 if few else rows.shape[0], n, weight.data.shape[-1], codes)
+    tiles = cut_for(rows, weight) if tiles is None else tiles
+    if isinstance(tiles, mma.Tiles):
+        y = mma.matmul(rows, weight, kind, tiles=tiles, interpret=interpret)
+        return y.reshape(*x.shape[:-1], n)
+    codes = _known(weight.scheme)
     parts, plan = _planned(rows.shape[0], weight, codes, tiles)
     parts["x"] = _planes(rows, plan)
     programs = pl.cdiv(n, tiles.rows)
