@@ -49,48 +49,55 @@ __device__ __forceinline__ void copy_tile(u32 to, const u64* map, int k, int row
 
 // -- codes ----------------------------------------------------------------------------------------
 
-// One and two bytes of shared memory in whole registers: beside narrow ones, too, ptxas lets them wait.
-__device__ __forceinline__ u32 byte_of(const u8* p) {
-  u32 byte;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(shared_address(p)));
-  return byte;
-}
-__device__ __forceinline__ u32 bytes_of(const u8* p) {
-  u32 two;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(two) : "r"(shared_address(p)));
-  return two;
-}
+// The words of 32 codes of a row, all of them in each thread of a quad. (Loads of single bytes would
+// be as many instructions; and beside narrow registers ptxas 13.0 lets products wait.)
+constexpr bool IN_BYTES = 8 % BITS == 0;
+struct Group {
+  u32 words[BITS];
 
-// Codes 8 q + 2 t and the next of a group of 32, as numbers: what thread t of a quad holds of k.
-__device__ __forceinline__ u32 pair_of(const u8* group, u32 q, u32 t, u32 magic, u32 minus, float zero,
-                                       const u32* lut) {
-  if constexpr (KIND == LOOKUP) {
-    return *(const u32*)((const u8*)lut + threadIdx.x % 32 * 4 + byte_of(group + 4 * q + t) * (4 * LUT_COPIES));
-  } else if constexpr (BITS == 8) {
-    const u32 w = bytes_of(group + 8 * q + 2 * t);
+  __device__ __forceinline__ explicit Group(const u8* from) {
+    if constexpr (BITS % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < BITS / 4; i++) *(uint4*)(words + 4 * i) = ((const uint4*)from)[i];
+    } else if constexpr (BITS == 2) {
+      *(uint2*)words = *(const uint2*)from;
+    } else if constexpr (BITS == 1) {
+      words[0] = *(const u32*)from;
+    }
+  }
+};
+
+// Codes 8 q + 2 t and the next, as numbers: what thread t of a quad holds of k.
+__device__ __forceinline__ u32 pair_of(const Group& group, const u8* from, u32 q, u32 t, u32 magic,
+                                       u32 minus, float zero, const u32* lut) {
+  if constexpr (BITS == 8) {
+    const u32 low = group.words[2 * q], high = group.words[2 * q + 1];
     u32 pair;
     if constexpr (KIND == E4M3) {
+      const u32 w = __byte_perm(low, high, 0x0010 + 0x22 * t);
       asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((u16)w));
       return from_f16(pair);
     } else if constexpr (KIND == E5M2) {
-      return from_f16(__byte_perm(w, 0, 0x1404));
+      return from_f16(__byte_perm(low, high, 0x1000 + 0x2020 * t) & 0xFF00FF00u);
     } else if constexpr (SIGNED_BYTES) {
-      return from_bytes(__byte_perm(w, 0, 0x4140));
+      return from_bytes(__byte_perm(low, high, 0x0100 + 0x0202 * t));
     } else {
-      const u32 u = w ^ SIGN * 0x0101u;
+      const u32 u = __byte_perm(low, high, 0x0010 + 0x22 * t) ^ SIGN * 0x0101u;
       return pack(__uint_as_float(__byte_perm(u, 0x4B000000u, 0x7440)) - zero,
                   __uint_as_float(__byte_perm(u, 0x4B000000u, 0x7441)) - zero);
     }
+  } else if constexpr (IN_BYTES) {
+    const u32 bit = BITS * (8 * q + 2 * t), in_word = bit % 32 / 8;
+    u32 byte = __byte_perm(group.words[BITS * q / 4], 0, 0x4440 | in_word);
+    if constexpr (KIND == LOOKUP)
+      return *(const u32*)((const u8*)lut + threadIdx.x % 32 * 4 + byte * (4 * LUT_COPIES));
+    if constexpr (BITS < 4) byte >>= bit % 8;
+    return from_fields(byte * (1 + (1 << (16 - BITS))), magic, minus);  // it, and again further up
   } else {
-    if constexpr (8 % BITS == 0) {  // a byte times this is the byte and itself further up
-      const u32 bit = BITS * (8 * q + 2 * t);
-      return from_fields((byte_of(group + bit / 8) >> bit % 8) * (1 + (1 << (16 - BITS))), magic, minus);
-    } else {
-      const u32 byte = BITS * q + 2 * BITS * t / 8, shift = 2 * BITS * t % 8;
-      const u32* words = (const u32*)(group + (byte & ~3));
-      const u32 two = __funnelshift_r(words[0], words[1], 8 * (byte & 3) + shift) & (1u << 2 * BITS) - 1;
-      return from_fields(two | two << (16 - BITS), magic, minus);
-    }
+    const u32 byte = BITS * q + 2 * BITS * t / 8, shift = 2 * BITS * t % 8;
+    const u32* words = (const u32*)(from + (byte & ~3));
+    const u32 two = __funnelshift_r(words[0], words[1], 8 * (byte & 3) + shift) & (1u << 2 * BITS) - 1;
+    return from_fields(two | two << (16 - BITS), magic, minus);
   }
 }
 
@@ -286,6 +293,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
 #pragma unroll
         for (int e = 0; e < UNIT; e++) {
           const int c = u * UNIT + e;
+          const u8* codes[2] = {mine + g * CODE_PITCH + c * 4 * BITS, mine + (g + 8) * CODE_PITCH + c * 4 * BITS};
+          const Group groups[2] = {Group(codes[0]), Group(codes[1])};
 #pragma unroll
           for (int i = 0; i < 8; i++) {  // of 16 values (i / 4) rows g and g + 8, then 8 further on
             const int q = i / 4 * 2 + i % 4 / 2, half = i % 2;
@@ -296,8 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
               minus = subtrahend(z);
               zero = __uint_as_float(0x4B000000u | z);
             }
-            const u8* group = mine + (g + 8 * half) * CODE_PITCH + c * 4 * BITS;
-            u32 pair = pair_of(group, q, t, magic, minus, zero, lut);
+            u32 pair = pair_of(groups[half], codes[half], q, t, magic, minus, zero, lut);
             if constexpr (IN_BLOCKS)
               pair = fma2(pair, scale_pair(of_values<size_of(SCALE)>(scales[half], c, q)), MINUS_ZERO2);
             a[u % 2][e][i / 4][i % 4] = pair;
