@@ -1,4 +1,5 @@
-"""The tables of an NVIDIA GPU, from benchmarks/results/cuda.json (by benchmarks/nvidia.py)."""
+"""The tables of an NVIDIA GPU, from benchmarks/results/cuda.json, and beside rivals from
+cuda_rivals.json (by benchmarks/nvidia.py, in parts)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 from markdown import table
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "cuda.json"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 SHAPE = (8192, 8192)
 SHORT_ROWS = (1, 4, 16, 64, 256)
 SHORT_SCHEMES = ("q4s-32", "nf4", "mxfp4", "q8s-row", "fp8-row", "q2s/64:f16")
@@ -16,14 +17,14 @@ SHORT_SCHEMES = ("q4s-32", "nf4", "mxfp4", "q8s-row", "fp8-row", "q2s/64:f16")
 
 def short() -> str:
     """The README's: few rows of x, some schemes and their rivals, at one shape."""
-    found = _results()
+    found = _results("cuda")
     rows = [row for row in _products(found) if row["scheme"] in SHORT_SCHEMES]
     return f"{_where(found)}\n\n{_times(rows, SHORT_ROWS)}\n"
 
 
 def section() -> str:
     """Everything at that shape, both operands quantized, other shapes, and which goals are met."""
-    found = _results()
+    found, rivals = _results("cuda"), _results("cuda_rivals")
     all_rows = tuple(dict.fromkeys(row["m"] for row in found["products"]))
     met = sum(bar["met"] for bar in found["bars"])
     moved = ", ".join(f"{k.removesuffix('_gb_s')} {v}" for k, v in found["ceilings"].items())
@@ -42,12 +43,18 @@ def section() -> str:
         + ", ".join(f"`{name}` {time}" for name, time in found["host_us"].items())
         + ".",
         *found.get("notes", ()),
+        f"Beside rivals, in one run of {rivals['date']} with an earlier state of these kernels:",
+        _times(
+            [row for row in _products(rivals) if "rivals_us" in row],
+            tuple(dict.fromkeys(row["m"] for row in rivals["products"])),
+        ),
+        rivals["notes"][0],
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _results() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+def _results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -58,8 +65,7 @@ def _products(found: dict[str, Any]) -> list[dict[str, Any]]:
 def _where(found: dict[str, Any]) -> str:
     return (
         f"us (speed-up over `F.linear` in bf16) of bf16 activations by a weight of {SHAPE[0]} x "
-        f"{SHAPE[1]}. {found['gpu']}, {found['date']}, torch {found['versions']['torch']}. All "
-        "times are of one run."
+        f"{SHAPE[1]}. {found['gpu']}, {found['date']}, torch {found['versions']['torch']}."
     )
 
 
@@ -82,9 +88,9 @@ def _times(
 
 
 def _cell(time_us: float | None, cublas_us: float | None) -> str:
-    return (
-        "" if time_us is None or cublas_us is None else f"{time_us:.1f} ({cublas_us / time_us:.2f})"
-    )
+    if time_us is None:
+        return ""
+    return f"{time_us:.1f}" + (f" ({cublas_us / time_us:.2f})" if cublas_us else "")
 
 
 def _shapes(found: dict[str, Any]) -> tuple[str, ...]:
@@ -98,10 +104,10 @@ def _shapes(found: dict[str, Any]) -> tuple[str, ...]:
         cells = []
         for n, k in shapes:
             pair = [at[scheme, n, k, m] for m in (1, 16) if (scheme, n, k, m) in at]
-            cells.append(" / ".join(_cell(r["us"], r["cublas_us"]) for r in pair))
+            cells.append(" / ".join(_cell(r["us"], r.get("cublas_us")) for r in pair))
         lines.append([f"`{scheme}`", *cells])
     head = ["scheme", *(f"{n} x {k}" for n, k in shapes)]
-    return "Other shapes (out x in), one row and 16:", table(head, lines)
+    return "Other shapes (out x in), us of one row and 16:", table(head, lines)
 
 
 def _bars(bars: list[dict[str, Any]]) -> str:
