@@ -171,21 +171,24 @@ def tiles_of_array(
     bytes_between = [driver.cuuint64_t(2 * strides[1]), driver.cuuint64_t(2 * strides[0])]
     box = [driver.cuuint32_t(each) for each in (64, rows, 1)]
     ones = [driver.cuuint32_t(1)] * len(shape)
-    made = _ask(
-        driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            len(shape),
-            address,
-            many,
-            bytes_between,
-            box,
-            ones,
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
+    given = (
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        len(shape),
+        address,
+        many,
+        bytes_between,
+        box,
+        ones,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
+    answer = driver.cuTensorMapEncodeTiled(*given)
+    if answer[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        _enter(torch.cuda.current_device())
+        answer = driver.cuTensorMapEncodeTiled(*given)
+    made = _ask(answer)
     return (ctypes.c_uint8 * 128).from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
 
 
