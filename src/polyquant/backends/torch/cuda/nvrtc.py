@@ -212,5 +212,5 @@ def _ask(answer: tuple[Any, ...]) -> Any:
 
 
 def _fail(reason: str) -> NoReturn:
-    fix = "Use kernel='torch.triton.cublas' meanwhile, and report this"
+    fix = "Name another kernel of pq.explain's list meanwhile, and report this"
     raise BackendMissing(backend="NVRTC", reason=reason, fix=fix)
