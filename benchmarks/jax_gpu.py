@@ -52,18 +52,6 @@ def dots(rows: int, line: int, slices: int, warps: int = 4, stages: int = 3) -> 
     return Tiles(rows, line, slices, warps, stages, dots=True)
 
 
-def lanes(
-    tiles: int,
-    runs: int,
-    width: int = 16,
-    *,
-    warps: int = 8,
-    ahead: bool = True,
-    joined: bool = True,
-) -> mma.Tiles:
-    return mma.Tiles(tiles, warps, runs, 1, width, ahead, joined)
-
-
 def candidates(m: int, bits: int, block: int, *, is_table: bool) -> Iterator[Cut | None]:
     """Ways to cut a product, of blocks of so many bytes; None stands for the kernel's own."""
     yield None
@@ -71,19 +59,15 @@ def candidates(m: int, bits: int, block: int, *, is_table: bool) -> Iterator[Cut
     if m == 1:
         yield few(2, 2048)
     elif m > 32:
-        yield from (dots(64, 2 * step if is_table else step, 8, 4, stages), lanes(1, 1, 8))
+        yield dots(64, 2 * step if is_table else step, 8, 4, stages)
+        yield dots(64, step, 4, 4, stages)._replace(left=False)
     elif m > 16:
-        yield from (dots(64, step, 8, 4, stages), lanes(2, 1, 8))
-    elif block < 16:
-        yield from (lanes(2, 4, 8), lanes(2, 4, 8, ahead=False), lanes(2, 4, 8, joined=False))
+        yield from (dots(64, step, 8, 4, stages), mma.Tiles(runs=1))
     else:
-        yield from (lanes(2, 2), lanes(2, 2, ahead=False), lanes(2, 4, 8))
-        if bits == 2:
-            yield lanes(2, 4, 8, joined=False)
-        elif m <= 8:
-            yield from (lanes(2, 1, ahead=False), lanes(2, 4, 8, ahead=False))
-        else:
-            yield from (lanes(2, 2, joined=False), lanes(2, 2, 8, joined=False))
+        yield from (mma.Tiles(), mma.Tiles(runs=4), mma.Tiles(warps=16, runs=1))
+        if block >= 16:
+            yield from (mma.Tiles(4, runs=1, width=16), mma.Tiles(width=16))
+            yield from (mma.Tiles(4, width=16), mma.Tiles(runs=1, width=16))
 
 
 class Weight(NamedTuple):

@@ -6,13 +6,14 @@ is then about another machine's, and is answered for one that has everything.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
 import jax
 
+from polyquant import standard
 from polyquant.kernel import Kernel, Problem
 from polyquant.scheme import OffsetKind, QuantScheme
 from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
@@ -86,7 +87,12 @@ def _why_not_scheme(scheme: QuantScheme) -> str | None:
 
 
 def _run(x: Any, weight: Any, kind: Any) -> Any:
-    return import_module(f"{__name__}.product").matmul(x, weight, kind)
+    """Traced code may yet be compiled for another platform than that of JAX's default device."""
+    run = partial(import_module(f"{__name__}.product").matmul, kind=kind)
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((x, weight))):
+        return run(x, weight)
+    elsewhere = partial(standard.matmul, kind=kind)
+    return jax.lax.platform_dependent(x, weight, cuda=run, default=elsewhere)
 
 
 KERNELS = (Kernel("jax.pallas.matmul", "matmul", _why_not, _run),)

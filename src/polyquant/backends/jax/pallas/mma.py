@@ -48,17 +48,12 @@ _FEW_ROWS = 16
 
 class Tiles(NamedTuple):
     """How a product is cut: times 16 rows of the weight a warp, warps side by side along k, runs
-    that a warp takes at a time, slices of the lines in programs of their own, numbers in a row of
-    a thread; whether the next codes are loaded while these are multiplied, and whether a lane's
-    runs follow each other where they may."""
+    that a warp takes at a time, numbers in a thread's row."""
 
     tiles: int = 2
     warps: int = 8
     runs: int = 2
-    slices: int = 1
     width: int = 8
-    ahead: bool = True
-    joined: bool = False
 
     @property
     def run(self) -> int:
@@ -150,12 +145,6 @@ class _Plan(NamedTuple):
         return self.columns > 1 and self.block < self.tiles.run and not self.scales_first
 
     @property
-    def joined(self) -> bool:
-        """Whether a lane's runs follow each other, and not those of its quad."""
-        whole = self.block % (self.tiles.runs * self.tiles.run) == 0
-        return self.tiles.joined and (self.columns == 1 or self.scales_first or whole)
-
-    @property
     def blocks(self) -> int:
         """How many blocks of a row's run have scales of their own, for a lane."""
         return 2 if self.is_split else 1
@@ -187,10 +176,7 @@ class _Here(NamedTuple):
 
     def within(self, plan: _Plan, run: int) -> Array:
         """The first byte of a lane's in a run, from there."""
-        width, runs = plan.tiles.width, plan.tiles.runs
-        if plan.joined:
-            return self.t * (runs * width) + run * width
-        return self.t * (4 if plan.is_split else width) + run * plan.tiles.run
+        return self.t * (4 if plan.is_split else plan.tiles.width) + run * plan.tiles.run
 
 
 def _over(x: Array, by: int) -> Array:
@@ -208,37 +194,36 @@ def _body(plan: _Plan, *refs: Any) -> None:
     thread = jnp.arange(32 * tiles.warps, dtype=jnp.int32)
     g, t = _modulo(_over(thread, 4), 8), _modulo(thread, 4)
     first = pl.program_id(0) * (16 * tiles.tiles) + g
-    unit = pl.program_id(1) * (plan.steps * tiles.warps) + _over(thread, 32)
-    here = _Here(first, unit, t, g, jnp.arange(tiles.width, dtype=jnp.int32))
+    here = _Here(first, _over(thread, 32), t, g, jnp.arange(tiles.width, dtype=jnp.int32))
     table = _table(given["table"], thread, tiles.width) if plan.codes.is_table else None
     grids = {name: given[name] for name in ("scales", "zeros") if name in given}
     if plan.columns == 1:
         del grids["scales"]
 
-    def fetch(i: Any) -> tuple[Any, Any]:
+    def stored(i: Any) -> tuple[Any, Any]:
         codes = [_codes(plan, given["codes"], here, i, run) for run in range(tiles.runs)]
         return codes, {name: _grid(plan, ref, here, i) for name, ref in grids.items()}
 
-    first_ones, tree = jax.tree.flatten(fetch(0) if tiles.ahead else ())
+    first_ones, tree = jax.tree.flatten(stored(0))
     kinds = [x.dtype for x in first_ones]
 
     def step(i: Any, state: Any) -> Any:
+        """What the step before has loaded; the next is loaded while this is multiplied."""
         sums, held = state
-        following, more, ahead = jnp.minimum(i + 1, plan.steps - 1), {}, []
-        codes, grid = tree.unflatten(_taken(held, kinds)) if tiles.ahead else fetch(i)
-        if tiles.ahead:
-            more = {name: _grid(plan, ref, here, following) for name, ref in grids.items()}
+        columns = range(len(sums))
+        x = [
+            [_rows_of_x(plan, given["x"], here, i, run, column) for column in columns]
+            for run in range(tiles.runs)
+        ]
+        following = jax.tree.leaves(stored(jnp.minimum(i + 1, plan.steps - 1)))
+        codes, grid = tree.unflatten(_taken(held, kinds))
         beside = _prepared(plan, grid)
-        for run in range(tiles.runs):
-            x = [_rows_of_x(plan, given["x"], here, i, run, c) for c in range(len(sums))]
-            sums = _summed(plan, run, codes[run], x, table, beside, sums)
-            if tiles.ahead:  # into the registers that are free now
-                ahead.append(_codes(plan, given["codes"], here, following, run))
-        return sums, _held(jax.tree.leaves((ahead, more))) if tiles.ahead else ()
+        for run, words in enumerate(codes):
+            sums = _summed(plan, run, words, x[run], table, beside, sums)
+        return sums, _held(following)
 
     sums: Any = (jnp.zeros((len(thread), tiles.width), jnp.float32),) * -(-plan.m // 8)
-    held = _held(first_ones) if tiles.ahead else ()
-    sums, _ = lax.fori_loop(0, plan.steps, step, (sums, held))
+    sums, _ = lax.fori_loop(0, plan.steps, step, (sums, _held(first_ones)))
     for column, part in enumerate(sums):
         _put(plan, given, part, column)
 
@@ -264,7 +249,7 @@ def _table(ref: Any, thread: Array, width: int) -> Array:
 def _load(plan: _Plan, ref: Any, index: Array, byte: Array) -> Array:
     """Zeros where a byte lies past the end of the line."""
     tiles = plan.tiles
-    if plan.steps * tiles.slices * tiles.warps * tiles.runs * tiles.run == plan.line:
+    if plan.steps * tiles.warps * tiles.runs * tiles.run == plan.line:
         return plgpu.load(ref.at[index])
     inside = jnp.broadcast_to(byte < plan.line, index.shape)
     return plgpu.load(ref.at[index], mask=inside, other=0)
@@ -298,21 +283,16 @@ def _grid(plan: _Plan, ref: Any, here: _Here, i: Any) -> list[Array]:
     """What is stored for a thread's rows and their blocks, in rows; see ``_Plan.place``."""
     tiles, e, made = plan.tiles, here.e[None, :], []
     apart, lane = tiles.run // plan.blocks, here.t[:, None] * tiles.width
-    if plan.joined:
-        apart, lane = tiles.width, lane * tiles.runs
     unit = (here.unit + i * tiles.warps)[:, None] * plan.stored
     for first in range(0, 2 * tiles.tiles * plan.stored, tiles.width):
         row, block = _over(first + e, plan.stored), _modulo(first + e, plan.stored)
         byte = here.start(plan, i)[:, None] + block * apart
-        if plan.joined or plan.scales_first:
+        if plan.scales_first:
             byte = byte + lane
         column: Any = 0
         if plan.columns > 1:  # where they are neighbours, Triton is to see it
-            column = _over(byte, plan.block)
-            if plan.block == apart and plan.joined:
-                column = (unit * 4 + here.t[:, None] * plan.stored) + block
-            elif plan.block == apart and not plan.scales_first:
-                column = unit + block
+            is_next = plan.block == apart and not plan.scales_first
+            column = unit + block if is_next else _over(byte, plan.block)
         line = _over(jnp.minimum(here.first[:, None] + 8 * row, plan.n - 1), plan.block_rows)
         made.append(_load(plan, ref, line * plan.columns + column, byte))
     return made
@@ -477,8 +457,8 @@ def _put(plan: _Plan, given: dict[str, Any], sums: Array, column: int) -> None:
     if "tensor_scale" in given:
         total = total * given["tensor_scale"][0]
     inside = (row < plan.n) & (of_x < plan.m)
-    y, at = given["y"], (pl.program_id(1) * plan.m + of_x) * plan.n + row
-    at = jnp.where(inside, at, tiles.slices * plan.m * plan.n)  # no place of another number
+    y, at = given["y"], of_x * plan.n + row
+    at = jnp.where(inside, at, plan.m * plan.n)  # no place of another number
     plgpu.store(y.at[at], total.astype(y.dtype), mask=inside)
 
 
@@ -504,13 +484,9 @@ def why_not(scheme: QuantScheme, dtype: Any, line: int) -> str | None:
 
 def default_tiles(m: int, scheme: QuantScheme) -> Tiles:
     """Those that were quickest at 8192 x 8192 on an H200 (benchmarks/results/jax_gpu.json)."""
-    block = (
-        16
-        if scheme.block is None or scheme.block[-1] == -1
-        else scheme.block[-1] * scheme.bits // 8
-    )
-    if block < 16 or scheme.bits < 4:
-        return Tiles(runs=2, width=8)
+    is_short = scheme.block is not None and 0 < scheme.block[-1] * scheme.bits < 8 * 16
+    if is_short or scheme.bits < 4:
+        return Tiles(runs=2 if m <= 16 else 1)
     if m > 8 and (scheme.bits < 8 or m > 16):
         return Tiles(tiles=4, runs=1, width=16)
     return Tiles(runs=1 if scheme.bits < 8 else 2, width=16)
@@ -540,22 +516,17 @@ def matmul(x: Array, weight: QTensor, kind: Any, *, tiles: Tiles, interpret: boo
         parts["tensor_scale"] = weight.tensor_scale.reshape(1)
     size = block * codes.bits // 8
     splits = tiles.width == OCTET and size == 16 and codes.bits <= 4
-    scales_first = columns > 1 and (m > _FEW_ROWS or (size < tiles.run and not splits))
-    steps = -(-line // (tiles.warps * tiles.runs * tiles.slices * tiles.run))
+    is_whole = size % tiles.run == 0 or splits
     plan = _Plan(
-        tiles, codes, scale, m, n, wide, line, columns, size, block_rows, steps, scales_first,
-        tuple(parts),
+        tiles, codes, scale, m, n, wide, line, columns, size, block_rows,
+        -(-line // (tiles.warps * tiles.runs * tiles.run)),
+        columns > 1 and (m > _FEW_ROWS or not is_whole), tuple(parts),
     )  # fmt: skip
-    out = jnp.float32 if tiles.slices > 1 else kind
-    y = pl.pallas_call(
+    return pl.pallas_call(
         partial(_body, plan),
-        out_shape=jax.ShapeDtypeStruct((tiles.slices * m * n,), out),
-        grid=(pl.cdiv(n, 16 * tiles.tiles), tiles.slices),
+        out_shape=jax.ShapeDtypeStruct((m * n,), kind),
+        grid=(pl.cdiv(n, 16 * tiles.tiles),),
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=1),
         interpret=interpret,
         name=f"polyquant_{scheme.value}",
-    )(*parts.values()).reshape(tiles.slices, m, n)
-    total = y[0]
-    for i in range(1, tiles.slices):
-        total = total + y[i]
-    return total.astype(kind)
+    )(*parts.values()).reshape(m, n)
