@@ -176,6 +176,7 @@ NOT_BY_LANES = (
     ("u8[dynamic8]/64:f32", "bfloat16", 32, "no decoder"),
     ("q4s/32:f16", "bfloat16", 48, "whole 32 bytes"),
     ("q4s/16:f16", "bfloat16", 32, "have short scales"),
+    ("u4/32:f16-zero:u8", "bfloat16", 32, "zero points of 8 bits"),
     ("q8s/16:f16", "bfloat16", 32, "have short scales"),
 )
 

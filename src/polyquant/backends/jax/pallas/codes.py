@@ -120,8 +120,8 @@ class Codes(NamedTuple):
     is_table: bool = False
 
     @property
-    def octets(self) -> int:
-        """Of a lane, in a run."""
+    def parts(self) -> int:
+        """How many numbers a byte holds, and so how many rows of them a row of bytes makes."""
         return 8 // self.bits
 
 
@@ -142,6 +142,7 @@ def codes_of(scheme: QuantScheme) -> Codes | None:
 
 
 def paired(apart: int, out: Lines, x: Lines) -> Lines:
+    """Neighbours as pairs of numbers that are so far apart, within octets."""
     step = apart // 2
     places = [
         (first + i + j, half)

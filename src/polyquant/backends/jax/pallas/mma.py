@@ -35,7 +35,7 @@ from polyquant.backends.jax.pallas.codes import MINUS_ZERO, Codes, Lines, codes_
 from polyquant.errors import KernelRefused
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
-from polyquant.values import ScaleDtype
+from polyquant.values import QuantValue, ScaleDtype
 
 Array = Any
 #: Numbers that are decoded at once, and the alignment of lines that it takes.
@@ -156,7 +156,7 @@ class _Plan(NamedTuple):
 
     def place(self, row: int, run: int, part: int) -> int:
         """Where those of a part of a run are."""
-        block = part * self.blocks // self.codes.octets
+        block = part * self.blocks // self.codes.parts
         return row * self.stored + (0 if self.columns == 1 else run * self.blocks + block)
 
 
@@ -267,7 +267,7 @@ def _codes(plan: _Plan, ref: Any, here: _Here, i: Any, run: int) -> list[Array]:
 
 def _rows_of_x(plan: _Plan, ref: Any, here: _Here, i: Any, run: int, column: int) -> list[Array]:
     """What meets the parts of a run, of a thread's row of eight."""
-    parts, byte = plan.codes.octets, here.start(plan, i) + here.within(plan, run)
+    parts, byte = plan.codes.parts, here.start(plan, i) + here.within(plan, run)
     row = jnp.minimum(here.g + 8 * column, plan.m - 1) * plan.k + byte * parts
     made = []
     for part in range(parts):
@@ -357,7 +357,7 @@ def _summed(
     """The sums with a run."""
     parts = [
         [_decoded(plan, (row, run, part), line, table, beside) for row, line in enumerate(words)]
-        for part in range(plan.codes.octets)
+        for part in range(plan.codes.parts)
     ]
     scales = None if plan.scales_first else beside.get("scales")
     made = []
@@ -471,6 +471,9 @@ def why_not(scheme: QuantScheme, dtype: Any, line: int) -> str | None:
         return f"it takes bfloat16, not {dtype}"
     if codes_of(scheme) is None:
         return f"it has no decoder for {scheme}"
+    zero = None if scheme.offset is None else scheme.offset.dtype
+    if isinstance(zero, QuantValue) and scheme.bits < 8 <= zero.bits:
+        return "zero points of 8 bits are exact beside codes of 8 bits alone"
     if line % RUN:
         return "lines must be of whole 32 bytes"
     if scheme.block is not None and scheme.block[-1] != -1:
