@@ -68,7 +68,8 @@ def _inputs(scheme: str, kinds: tuple[str, ...]) -> list[Any]:
         (_problem("matmul", "q4s", left="float32"), "torch.nvrtc.mma"),
         (_problem("matmul", "q4s", left="float64"), "definition.matmul"),
         (_problem("matmul", "nf4", left="float32"), "torch.triton.cublas"),
-        (_problem("matmul", "q4s", sizes=(4096, 4096, 4096)), "torch.triton.cublas"),
+        (_problem("matmul", "q4s", sizes=(4096, 4096, 4096)), "torch.nvrtc.mma"),
+        (_problem("matmul", "q4s", sizes=(4097, 4096, 4096)), "torch.triton.cublas"),
         (_problem("matmul", "q4s/7:f16"), "torch.triton.cublas"),
         (_problem("matmul", "q4s", layout=(None, (0, 1))), "torch.nvrtc.mma"),
         (_problem("matmul", "q4s", layout=(None, (0, 2, 1))), "torch.nvrtc.mma"),
@@ -90,25 +91,6 @@ def test_which_kernel_is_chosen(problem: Problem, kernel: str) -> None:
     assert explain_problem("torch", problem).kernel == kernel
 
 
-@pytest.mark.parametrize(
-    ("values", "kernel"),
-    [
-        (("q8s-row", "q8s-row"), "torch.cublas.int8"),
-        (("fp8-row", "fp8-tensor"), "torch.cublas.fp8"),
-        (("q8s-32", "q8s-row"), "torch.triton.int8"),
-        (("q8s-row", "q4s-32"), "torch.triton.int8"),
-        (("e4m3/1x128:f32", "fp8-128x128"), "torch.triton.fp8"),
-        (("fp8-row", "mxfp4"), "torch.triton.fp8"),
-        (("fp8-row", "nvfp4"), "torch.triton.cublas"),
-        (("fp8-row", "q8s-row"), "torch.triton.cublas"),
-    ],
-)
-def test_which_kernel_multiplies_two_quantized(values: tuple[str, str], kernel: str) -> None:
-    left, right = values
-    problem = _problem("matmul", right, left=as_scheme(left), layout=((0, 1), (1, 0)))
-    assert explain_problem("torch", problem).kernel == kernel
-
-
 def test_what_is_declined_has_a_reason() -> None:
     found = explain_problem("torch", _problem("matmul", "q4s/7:f16"))
     assert "power of two" in dict(found.reasons)["torch.nvrtc.mma"]
@@ -126,7 +108,7 @@ def test_tiles_come_from_the_nearest_measurement(monkeypatch: pytest.MonkeyPatch
         one,
         one._replace(n=8192, k=8192, tiles=one.tiles._replace(rt=2)),
         one._replace(kind=5, tiles=one.tiles._replace(stages=3)),
-        one._replace(columns=64, tiles=tiles.Tiles(1, 8, 8, 1, 2, 2, 256, 0, 1)),
+        one._replace(columns=64, tiles=tiles.Tiles(1, 8, 8, 1, 2, 2, 256, wide=1)),
     )
     monkeypatch.setattr(tiles, "table", lambda device: rows)
     monkeypatch.setattr(tiles, "tiles_of", tiles.tiles_of.__wrapped__)
@@ -142,9 +124,9 @@ def test_the_committed_table_has_tiles_for_every_number_of_rows() -> None:
     found = json.loads(tiles.COMMITTED.read_text(encoding="utf-8"))
     rows = [tiles.row_of(row) for row in found["rows"]]
     assert {row.columns for row in rows} >= {1, 8, 64, 256}
-    assert {row.bits for row in rows} == {2, 4, 8}
+    assert {row.bits for row in rows} == {2, 3, 4, 8}
     for row in rows:
-        assert row.tiles.rt == row.tiles.wk == 1 or not row.tiles.wide
+        assert row.tiles.rt == 1 or not row.tiles.wide
         assert min(32, -(-row.columns // 8)) == row.tiles.nt
 
 
@@ -281,39 +263,6 @@ def test_float32_is_the_sum_of_its_planes() -> None:
     assert not planes[:, 70:].any()
 
 
-# -- products by Triton -----------------------------------------------------------------------
-
-PAIRS = (
-    ("q8s-row", "q4s-row"), ("q8s-32", "q4s-32"), ("q8s/64:f32", "q4s/32:f16"),
-    ("q8s-row", "q2s/64:f16"), ("fp8-row", "fp8-row"), ("mxfp8", "mxfp4"), ("fp8-row", "mxfp4"),
-    ("e4m3/1x128:f32", "fp8-128x128"), ("fp8-row", "q4s/128:f16"), ("e2m1/32:f32", "q4s/64:ue8m0"),
-)  # fmt: skip
-
-
-@needs_triton
-@pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
-def test_products_of_two_quantized_by_blocks(pair: tuple[str, str]) -> None:
-    torch.manual_seed(7)
-    for m, n, k in ((5, 70, 256), (17, 33, 200), (70, 40, 96), (129, 130, 352)):
-        made = zip(pair, ((m, k), (n, k)), strict=True)
-        a, b = (
-            conform._input(as_scheme(s), shape, "normal", "float32").reference()
-            for s, shape in made
-        )
-        found = explain_problem("torch", _pair_problem(a.scheme, b.scheme, (m, n, k)))
-        kernel = _kernel("torch.triton.fp8" if a.scheme.value.is_float else "torch.triton.int8")
-        assert found.kernel in (kernel.name, "torch.cublas.fp8")
-        y = kernel.run(a.to(DEVICE), b.to(DEVICE).mT, torch.float32)
-        left, right = a.dequantize("float64"), b.dequantize("float64")
-        host = pq.arrays.backend("torch").to_host(y)
-        error = conform.product_error(host, left, right.T, "float32", kernel.entering or "float32")
-        assert not error
-
-
-def _pair_problem(left: Any, right: Any, sizes: tuple[int, int, int]) -> Problem:
-    return Problem("matmul", "cuda", left, right, ((0, 1), (1, 0)), *sizes)
-
-
 # -- products on a GPU ------------------------------------------------------------------------
 
 PRODUCTS = (
@@ -385,6 +334,17 @@ def test_every_way_to_cut_a_product(scheme: str) -> None:
                 assert not _error(y, x, values), chosen
 
 
+@needs_gpu
+@pytest.mark.parametrize("scheme", ["q4s", "nf4", "q8s-row"])
+def test_more_tiles_than_run_at_once(scheme: str) -> None:
+    torch.manual_seed(12)
+    q, values = _operands(scheme, 4100, 352)
+    x = torch.randn(1111, 352, device="cuda", dtype=torch.bfloat16)
+    assert not _error(pq.matmul(x, q.mT, kernel="torch.nvrtc.mma"), x, values)
+    y = pq.matmul(x, q.mT, out_dtype="float32", kernel="torch.nvrtc.mma")
+    assert torch.equal(y.to(torch.bfloat16), pq.matmul(x, q.mT, kernel="torch.nvrtc.mma"))
+
+
 BY_N = (
     "q4s", "q4s/8:f16", "q4s/32x8:f16", "q4s/16x16:ue4m3", "q8s-32", "q8s-row", "fp8-row",
     "fp8-128x128", "mxfp4", "mxfp8-e5m2", "nvfp4", "nf4", "u4/32:f16-zero:u4", "q4s/tensor:f32",
@@ -450,6 +410,24 @@ def test_activations_of_any_layout(view: str) -> None:
     lines = x if x.ndim == 2 else x[None]
     y = pq.matmul(x, q.mT)
     assert not _error(y if x.ndim == 2 else y[None], lines, values)
+
+
+@needs_gpu
+def test_scales_that_the_product_before_made() -> None:
+    """A product may begin before the kernel before it has ended, but not read what that writes."""
+    torch.manual_seed(11)
+    first = pq.quantize(torch.rand(128, 8192, device="cuda"), "q4s-32")
+    codes = pq.quantize(torch.randn(256, 4096, device="cuda"), "q4s/32:f32")
+    for rows in (1, 40):
+        x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
+        for i in range(10):
+            given = torch.full((256, 8192), 0.5 + i, device="cuda", dtype=torch.bfloat16)
+            scales = pq.matmul(given, first.mT, out_dtype="float32")
+            arrays = {"data": codes.data, "scales": scales}
+            q = pq.qtensor.from_parts(arrays, codes.scheme, codes.shape, device=codes.device)
+            y = pq.matmul(x, q.mT)
+            torch.cuda.synchronize()
+            assert torch.equal(y, pq.matmul(x, q.mT)), (rows, i)
 
 
 @needs_gpu

@@ -1,9 +1,10 @@
-"""Products of two quantized operands whose scales belong to blocks along k, by one Triton kernel.
+"""Products of two quantized operands of many rows, by one Triton kernel.
 
-Codes enter the tensor cores as they are where those take them, else as a wider type that holds them
-exactly: int8 (sums are exact int32) or e4m3. A step along k lies within a block of both operands,
-so that its sums are multiplied by one scale of each and added up in float32. Of e4m3 at most 128
-products are added in the tensor cores' own accumulator, which holds some 14 bits.
+Codes enter the tensor cores as int8 (sums are exact int32) or e4m3; those of other widths are
+widened to them first, which is exact. Scales of whole lines are taken out of the sums. Else a step
+along k lies within a block of both operands, so that its sums are multiplied by one scale of each
+and added up in float32. Of e4m3 at most 128 products are added in the tensor cores' own
+accumulator, which holds some 14 bits.
 """
 
 from __future__ import annotations
@@ -13,158 +14,190 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from polyquant.backends.torch.cuda import decode
-from polyquant.codec import line_size_bytes
+from polyquant.backends.torch.cuda.paired import codes_of, nothing
 from polyquant.qtensor import QTensor
 
-#: Programs that keep a GPU busy, and rows up to which k is cut into slices for that.
-_PROGRAMS, _FEW = 264, 64
-#: The longest step along k.
-_STEP = 128
+#: Rows of tiles whose tiles share columns in the cache.
+_GROUP = 8
 
 
 @triton.jit
-def entering_codes(
-    codes_ptr, line, first, inside, stride,
-    KIND: tl.constexpr, BITS: tl.constexpr, IS_INT: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Codes (lines, STEP) from value ``first`` on, as int8 or e4m3; zeros past the ends."""
-    PER_BYTE: tl.constexpr = 8 // BITS
-    at = first // PER_BYTE + tl.arange(0, STEP // PER_BYTE)
-    mask = inside[:, None] & (at < stride)[None, :]
-    raw = tl.load(codes_ptr + line[:, None] * stride + at[None, :], mask=mask, other=0)
-    KIND_OF_CODES: tl.constexpr = tl.int8 if IS_INT else tl.float8e4nv
-    if BITS == 8:
-        # A line may end in padding, which is zero bits, and zero bits are the number zero.
-        codes = raw.to(KIND_OF_CODES, bitcast=True)
-    else:
-        ROWS: tl.constexpr = line.shape[0]
-        byte = raw.to(tl.int32)
-        if BITS == 4:
-            pairs = tl.join(byte & 15, byte >> 4)
-        else:
-            even = tl.join(byte & 3, (byte >> 4) & 3)
-            odd = tl.join((byte >> 2) & 3, byte >> 6)
-            pairs = tl.join(even, odd)
-        field = tl.reshape(pairs, (ROWS, STEP))
-        codes = decode.number_of(field, codes_ptr, KIND, BITS, 1).to(KIND_OF_CODES)
-    return codes
-
-
-@triton.jit
-def blockwise_kernel(
-    a_ptr, b_ptr, a_scales, b_scales, out_ptr, m, n, k,
-    a_stride, b_stride, a_height, b_height, a_count, b_count, a_extent, b_extent,
-    A_KIND: tl.constexpr, B_KIND: tl.constexpr, A_BITS: tl.constexpr, B_BITS: tl.constexpr,
-    A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, IS_INT: tl.constexpr, BY_LINES: tl.constexpr,
-    STEPS: tl.constexpr, STEP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
-    """STEPS steps of a tile of one product: (slices, m, n), not yet times the tensor scales."""
-    tile_n, tile_m, slice_ = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = (tile_m * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)
-    column = (tile_n * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
-    a_scale_at = a_scales + row // a_height * a_count
-    b_scale_at = b_scales + column // b_height * b_count
-    sums = tl.zeros((TILE_M, TILE_N), dtype=tl.int32 if IS_INT and BY_LINES else tl.float32)
-    for i in range(STEPS):
-        first = (slice_ * STEPS + i) * STEP
-        a = entering_codes(a_ptr, row, first, row < m, a_stride, A_KIND, A_BITS, IS_INT, STEP)
-        b = entering_codes(b_ptr, column, first, column < n, b_stride, B_KIND, B_BITS, IS_INT, STEP)
-        if IS_INT and BY_LINES:
-            sums = tl.dot(a, tl.trans(b), sums, out_dtype=tl.int32)
-        else:
-            part = tl.dot(a, tl.trans(b), out_dtype=tl.int32 if IS_INT else tl.float32)
-            if BY_LINES:
-                sums += part
-            else:
-                inside = first < k
-                left = tl.load(a_scale_at + first // a_extent, mask=(row < m) & inside, other=0)
-                right = tl.load(b_scale_at + first // b_extent, mask=(column < n) & inside, other=0)
-                left, right = decode_scale(left, A_SCALE), decode_scale(right, B_SCALE)
-                sums += part.to(tl.float32) * (left[:, None] * right[None, :])
-    result = sums.to(tl.float32)
-    if BY_LINES:
-        left = tl.load(a_scale_at, mask=row < m, other=0)
-        right = tl.load(b_scale_at, mask=column < n, other=0)
-        left, right = decode_scale(left, A_SCALE), decode_scale(right, B_SCALE)
-        result = result * left[:, None] * right[None, :]
-    at = (slice_ * m + row)[:, None] * n + column[None, :]
-    inside_out = (row < m)[:, None] & (column < n)[None, :]
-    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=inside_out)
-
-
-@triton.jit
-def decode_scale(raw, KIND: tl.constexpr):
-    """A stored scale as float32; the one of UE8M0 that is not normal too."""
+def scale_of(at, inside, KIND: tl.constexpr):
+    """Stored scales as float32; the one of UE8M0 that is not normal too."""
+    raw = tl.load(at, mask=inside, other=0)
     number = decode.stored_number(raw, KIND)
     if KIND == decode.UE8M0:
         number = number * tl.where(raw.to(tl.int32) == 0, 0.5, 1.0)
     return number
 
 
-class _Side(NamedTuple):
-    """What the kernel is told of an operand: bytes of a line; lines of a block; blocks of a line,
-    and the values of one."""
+@triton.jit
+def product_kernel(
+    a_desc, b_desc, a_scales, b_scales, a_whole, b_whole, out_ptr, m, n, down, along,
+    a_height, b_height, a_count, b_count,
+    A_STEPS: tl.constexpr, B_STEPS: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr,
+    IS_INT: tl.constexpr, UNIFORM: tl.constexpr, STEPS: tl.constexpr, STEP: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """A tile of one product; tiles of GROUP rows of tiles share columns in the cache.
 
-    stride: int
-    height: int
-    blocks: int
-    extent: int
+    ``down``, ``along``: elements between rows and columns of the result. A_STEPS, B_STEPS: steps
+    along k of a block; 0: lines have one scale. UNIFORM: so have all columns of a tile, each step.
+    """
+    pid, tiles_m, tiles_n = tl.program_id(0), tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
+    group = pid // (GROUP * tiles_n)
+    size = tl.minimum(tiles_m - group * GROUP, GROUP)
+    rest = pid % (GROUP * tiles_n)
+    first_m, first_n = (group * GROUP + rest % size) * TILE_M, rest // size * TILE_N
+    row, column = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N)
+    a_at = a_scales + row // a_height * a_count
+    b_at = b_scales + (first_n // b_height if UNIFORM else column // b_height) * b_count
+    b_inside = True if UNIFORM else column < n
+    PART: tl.constexpr = tl.int32 if IS_INT else tl.float32
+    sums = tl.zeros((TILE_M, TILE_N), dtype=PART if A_STEPS + B_STEPS == 0 else tl.float32)
+    for i in range(STEPS):
+        a = a_desc.load([first_m, i * STEP])
+        b = b_desc.load([first_n, i * STEP])
+        if IS_INT and A_STEPS + B_STEPS == 0:
+            sums = tl.dot(a, b.T, sums, out_dtype=PART)
+        else:
+            if A_STEPS:
+                left = scale_of(a_at + i // A_STEPS, row < m, A_SCALE)
+            if B_STEPS:
+                right = scale_of(b_at + i // B_STEPS, b_inside, B_SCALE)
+            part = tl.dot(a, b.T, out_dtype=PART)
+            if A_STEPS and B_STEPS:
+                scale = (left * right)[:, None] if UNIFORM else left[:, None] * right[None, :]
+                sums += part.to(tl.float32) * scale
+            elif A_STEPS:
+                sums += part.to(tl.float32) * left[:, None]
+            elif B_STEPS:
+                sums += part.to(tl.float32) * (right if UNIFORM else right[None, :])
+            else:
+                sums += part
+    y = sums.to(tl.float32)
+    if not A_STEPS:
+        y = y * scale_of(a_at, row < m, A_SCALE)[:, None]
+    if not B_STEPS:
+        right = scale_of(b_at, b_inside, B_SCALE)
+        y = y * (right if UNIFORM else right[None, :])
+    if a_whole is not None:
+        y = y * tl.load(a_whole)
+    if b_whole is not None:
+        y = y * tl.load(b_whole)
+    at = row.to(tl.int64)[:, None] * down + column.to(tl.int64)[None, :] * along
+    inside = (row < m)[:, None] & (column < n)[None, :]
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+class Tiles(NamedTuple):
+    """Rows and columns of a program's tile and values of a step along k; warps, and the steps that
+    are loaded ahead. ``turned``: the transpose is computed, so that the weight has the rows."""
+
+    m: int
+    n: int
+    step: int
+    warps: int
+    stages: int
+    turned: bool = False
+
+
+#: The quickest tiles of those measured on 8192 x 8192 (H200), by rows up to which they are: where
+#: lines have one scale, and where blocks along k do.
+_BY_LINES = (
+    (16, Tiles(64, 16, 256, 4, 5, True)),
+    (32, Tiles(64, 32, 256, 4, 5, True)),
+    (64, Tiles(64, 64, 256, 4, 5)),
+    (128, Tiles(128, 64, 256, 8, 4)),
+    (256, Tiles(64, 128, 128, 4, 4, True)),
+)
+_IN_BLOCKS = (
+    (16, Tiles(64, 16, 128, 4, 8, True)),
+    (32, Tiles(64, 32, 128, 4, 6, True)),
+    (64, Tiles(64, 32, 128, 4, 8)),
+    (128, Tiles(64, 128, 128, 4, 6)),
+    (512, Tiles(64, 128, 128, 4, 4)),
+)
+
+
+def tiles_for(m: int, *, is_exact: bool, by_lines: bool, is_uniform: bool) -> Tiles:
+    """How a product is cut. ``is_exact``: sums stay in the tensor cores over all of k."""
+    few = next((t for most, t in (_BY_LINES if by_lines else _IN_BLOCKS) if m <= most), None)
+    if few is not None:
+        return few
+    if is_exact:
+        return Tiles(128, 256, 128, 8, 4)
+    return Tiles(128, 128, 128, 8, 4) if is_uniform or by_lines else Tiles(64, 128, 128, 4, 4)
 
 
 def matmul(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
     """``a @ b``, rounded to ``dtype``; ``a`` (m, k), ``b`` (k, n) stored (n, k)."""
-    (m, k), n = a.shape, b.shape[1]
-    if not m or not n or not k:
-        return torch.zeros((m, n), dtype=dtype, device=a.data.device)
-    left, right = _side(a), _side(b)
-    by_lines = left.blocks == right.blocks == 1
-    extents = [side.extent & -side.extent for side in (left, right) if side.blocks > 1]
-    step = min([_STEP, *extents])
-    tile_m = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 else 128
-    tile_n = 64 if m <= _FEW else 128
-    tiles, steps = (-(-n // tile_n), -(-m // tile_m)), -(-k // step)
-    slices = 1 if m > _FEW else max(1, min(steps, _PROGRAMS // tiles[0]))
-    a_slice = -(-steps // slices)
-    slices = -(-steps // a_slice)
-    scaled = a.tensor_scale is not None or b.tensor_scale is not None
-    kind = dtype if slices == 1 and not scaled else torch.float32
-    out = torch.empty((slices, m, n), dtype=kind, device=a.data.device)
-    blockwise_kernel[(*tiles, slices)](
-        a.data.contiguous().view(torch.uint8),
-        b.data.contiguous().view(torch.uint8),
+    if not a.size or not b.size:
+        return nothing(a, b, dtype)
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.data.device)
+    multiply(a, b, out, None)
+    return out
+
+
+def multiply(a: QTensor, b: QTensor, out: torch.Tensor, tiles: Tiles | None) -> None:
+    """``out = a @ b`` by the given tiles, or those of ``tiles_for``."""
+    is_int = not (a.scheme.value.is_float or b.scheme.value.is_float)
+    kind = torch.int8 if is_int else torch.float8_e4m3fn
+    blocks = [_blocks(side) for side in (a, b)]
+    by_lines = all(each.a_line == 1 for each in blocks)
+    if tiles is None:
+        is_uniform = blocks[1].height % 128 == 0 or blocks[1].a_line == 1
+        of = {"is_exact": is_int and by_lines, "by_lines": by_lines, "is_uniform": is_uniform}
+        tiles = tiles_for(out.shape[0], **of)
+    if tiles.turned:
+        a, b, out, blocks = b, a, out.mT, blocks[::-1]
+    (m, n), k = out.shape, a.shape[0] if tiles.turned else a.shape[1]
+    step = min([tiles.step, *(each.extent & -each.extent for each in blocks if each.a_line > 1)])
+    descriptors = (
+        TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [lines, step])
+        for codes, lines in zip((codes_of(a, kind), codes_of(b, kind)), tiles[:2], strict=True)
+    )
+    product_kernel[(-(-m // tiles.m) * -(-n // tiles.n),)](
+        *descriptors,
         a.scales.contiguous(),
         b.scales.contiguous(),
+        a.tensor_scale,
+        b.tensor_scale,
         out,
         m,
         n,
-        k,
-        *(number for pair in zip(left, right, strict=True) for number in pair),
-        A_KIND=decode.kind_of(a.scheme),
-        B_KIND=decode.kind_of(b.scheme),
-        A_BITS=a.scheme.bits,
-        B_BITS=b.scheme.bits,
+        *out.stride(),
+        *(each.height for each in blocks),
+        *(each.a_line for each in blocks),
+        A_STEPS=blocks[0].extent // step if blocks[0].a_line > 1 else 0,
+        B_STEPS=blocks[1].extent // step if blocks[1].a_line > 1 else 0,
         A_SCALE=decode.scale_kind(a.scheme),
         B_SCALE=decode.scale_kind(b.scheme),
-        IS_INT=not (a.scheme.value.is_float or b.scheme.value.is_float),
-        BY_LINES=by_lines,
-        STEPS=a_slice,
+        IS_INT=is_int,
+        UNIFORM=blocks[1].height % tiles.n == 0 or blocks[1].height >= n,
+        STEPS=-(-k // step),
         STEP=step,
-        TILE_M=tile_m,
-        TILE_N=tile_n,
-        num_warps=8 if tile_m == 128 else 4,
-        num_stages=3,
+        TILE_M=tiles.m,
+        TILE_N=tiles.n,
+        GROUP=_GROUP,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
-    y = out[0] if slices == 1 else out.sum(0)
-    for side in (a, b):
-        y = y if side.tensor_scale is None else y * side.tensor_scale
-    return y.to(dtype)
 
 
-def _side(q: QTensor) -> _Side:
+class _Blocks(NamedTuple):
+    """Lines of a block, blocks of a line, and the values of one."""
+
+    height: int
+    a_line: int
+    extent: int
+
+
+def _blocks(q: QTensor) -> _Blocks:
     lines, k = q.stored_shape
     height, extent = q.scheme.block_extents((lines, k))
     counts = q.scheme.scale_shape((lines, k))
-    stride = line_size_bytes(k, q.scheme.bits, q.scheme.store)
-    return _Side(stride, height if counts[0] > 1 else lines, counts[1], extent)
+    return _Blocks(height if counts[0] > 1 else lines, counts[1], extent)

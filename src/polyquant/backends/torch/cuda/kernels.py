@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 
-from polyquant.backends.torch.cuda import schemes
+from polyquant.backends.torch.cuda import pairing, schemes
 from polyquant.kernel import Kernel, Problem
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme, parse
-from polyquant.values import QuantStore, QuantValue
+from polyquant.values import QuantStore
 
 _HERE = "polyquant.backends.torch.cuda"
 #: Compute capability of the oldest GPU that kernels are written for (bf16, cp.async): Ampere.
 _OLDEST = (8, 0)
 _NOTHING = nullcontext()
+#: Asked at every call: torch's public question takes ten times as long.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def _needs(*packages: str, oldest: tuple[int, int] = _OLDEST) -> Callable[[], str | None]:
@@ -47,11 +49,25 @@ def _needs(*packages: str, oldest: tuple[int, int] = _OLDEST) -> Callable[[], st
     return lacking
 
 
+@cache
+def _lacks_wgmma() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    for i in range(torch.cuda.device_count()):
+        if (found := torch.cuda.get_device_capability(i)) != (9, 0):
+            most = schemes.MOST_BY_MMA
+            return (
+                f"above {most} rows it is for compute capability (9, 0), and a GPU here has {found}"
+            )
+    return None
+
+
 _lacks_triton = _needs("triton")
 _lacks_nvrtc = _needs("triton", "cuda.bindings.nvrtc")
 _lacks_fp8 = _needs("triton", oldest=(8, 9))
 
 
+@cache
 def _module(name: str) -> Any:
     return import_module(f"{_HERE}.{name}")
 
@@ -101,24 +117,35 @@ def _why_not_cublas(problem: Problem) -> str | None:
     return _lacks_triton() or _why_not_scheme(problem.a) or _why_not_scheme(problem.b)
 
 
-def _why_not_int8(problem: Problem) -> str | None:
-    return schemes.why_not_paired(problem, schemes.INTEGERS) or _lacks_triton()
+def _why_not_pairs(problem: Problem) -> str | None:
+    reason = pairing.why_not_pairs(problem) or _lacks_nvrtc()
+    operands = (problem.a, problem.b)
+    made = [each for each in operands if isinstance(each, QuantScheme)]
+    if reason is None and any(map(schemes.converts_fp8, made)):
+        return _lacks_fp8()
+    return reason
 
 
 def _why_not_fp8(problem: Problem) -> str | None:
-    return schemes.why_not_paired(problem, (QuantValue.E4M3,)) or _lacks_fp8()
+    return pairing.why_not_fp8(problem) or _lacks_fp8()
 
 
 def _why_not_block_int8(problem: Problem) -> str | None:
-    return schemes.why_not_blockwise(problem, schemes.AS_INT8) or _lacks_triton()
+    return pairing.why_not_blockwise(problem, pairing.AS_INT8) or _lacks_triton()
 
 
 def _why_not_block_fp8(problem: Problem) -> str | None:
-    return schemes.why_not_blockwise(problem, schemes.AS_E4M3) or _lacks_fp8()
+    return pairing.why_not_blockwise(problem, pairing.AS_E4M3) or _lacks_fp8()
+
+
+def _why_not_bf16(problem: Problem) -> str | None:
+    return pairing.why_not_bf16(problem) or _lacks_triton()
 
 
 def _why_not_mma(problem: Problem) -> str | None:
     reason = schemes.why_not(problem) or _lacks_nvrtc()
+    if reason is None and problem.m > schemes.MOST_BY_MMA:
+        reason = _lacks_wgmma()
     if reason is None and isinstance(problem.b, QuantScheme) and schemes.converts_fp8(problem.b):
         return _lacks_fp8()
     return reason
@@ -131,7 +158,7 @@ def _beside(operand: Any) -> AbstractContextManager[Any]:
     """The GPU of an operand as torch's current one, which launches go to."""
     array = operand.data if isinstance(operand, QTensor) else operand
     index = array.device.index
-    if index is None or index == torch.cuda.current_device():
+    if index is None or index == _current_device():
         return _NOTHING
     found: AbstractContextManager[Any] = torch.cuda.device(index)
     return found
@@ -171,10 +198,11 @@ _FP8 = _product("paired", "matmul_fp8")
 _BLOCKWISE = _product("blockwise", "matmul")
 KERNELS = (
     Kernel("torch.nvrtc.mma", "matmul", _why_not_mma, _product("mma", "matmul")),
-    Kernel("torch.cublas.int8", "matmul", _why_not_int8, _product("paired", "matmul_int8")),
+    Kernel("torch.nvrtc.pairs", "matmul", _why_not_pairs, _product("pairs", "matmul")),
     Kernel("torch.cublas.fp8", "matmul", _why_not_fp8, _FP8, entering="float16"),
     Kernel("torch.triton.int8", "matmul", _why_not_block_int8, _BLOCKWISE),
     Kernel("torch.triton.fp8", "matmul", _why_not_block_fp8, _BLOCKWISE, entering="float16"),
+    Kernel("torch.cublas.bf16", "matmul", _why_not_bf16, _product("paired", "matmul_bf16")),
     Kernel("torch.triton.cublas", "matmul", _why_not_cublas, _product("products", "matmul")),
     Kernel("torch.nvrtc.quantize", "quantize", _why_not_quantize, _quantize),
     Kernel("torch.triton.dequantize", "dequantize", _why_not_dequantize, _dequantize),

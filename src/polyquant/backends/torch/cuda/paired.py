@@ -1,7 +1,8 @@
-"""Products of two quantized operands whose codes cuBLAS multiplies as they are: int8, and fp8.
+"""Products by cuBLAS of two quantized operands whose numbers enter it exactly.
 
-Both are scaled by lines along k or as a whole, so that scales are taken out of the sums: int8 in
-exact int32, e4m3 in the tensor cores' own accumulator (some 14 bits, added up in float32).
+Scales of lines along k, or of the whole tensor, are taken out of the sums: of e4m3 in the tensor
+cores' own accumulator (some 14 bits, added up in float32), of whatever else bf16 holds in float32.
+There powers of two may scale shorter blocks: bf16 holds those products too.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import triton
 import triton.language as tl
 
 from polyquant.backends.torch.cuda import decode
+from polyquant.backends.torch.cuda.pairing import by_powers
 from polyquant.qtensor import QTensor
 from polyquant.values import ScaleDtype
 
-#: cuBLAS wants lines of whole 16 bytes, and more than 16 of them on the left for int8.
-_STEP, _LEAST_ROWS = 16, 17
+#: cuBLAS and descriptors of tiles want lines of whole 16 bytes.
+_STEP = 16
 #: From so many rows on cuBLAS is quicker with a scale a row than with none and scaling afterwards.
 _ROWS = 256
 
@@ -40,25 +42,18 @@ def scale_kernel(
     tl.store(out_ptr + row * n + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def matmul_int8(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
-    """``a @ b`` with exact int32 sums; ``a`` (m, k), ``b`` (k, n) stored (n, k)."""
-    if not a.size or not b.size:
-        return _nothing(a, b, dtype)
-    left, right = _codes(a, torch.int8, _LEAST_ROWS), _codes(b, torch.int8, _STEP)
-    return _scaled(torch._int_mm(left, right.mT), a, b, dtype)
-
-
 def matmul_fp8(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
     """``a @ b`` of e4m3 codes, added up in float32; ``a`` (m, k), ``b`` (k, n) stored (n, k)."""
     if not a.size or not b.size:
-        return _nothing(a, b, dtype)
-    left, right = (_codes(side, torch.float8_e4m3fn, _STEP) for side in (a, b))
+        return nothing(a, b, dtype)
+    left = codes_of(a, torch.float8_e4m3fn)
+    right = codes_of(b, torch.float8_e4m3fn, -b.shape[1] % _STEP)
     plain = all(
         side.scheme.scale is ScaleDtype.F32 and side.tensor_scale is None for side in (a, b)
     )
     whole = [side.scheme.block is None for side in (a, b)]
     narrow = dtype is torch.bfloat16 and a.shape[0] >= _ROWS and not any(whole)
-    if plain and left.shape[0] == a.shape[0] and right.shape[0] == b.shape[1]:
+    if plain and right.shape[0] == b.shape[1]:
         if all(whole):  # cuBLAS scales by itself
             scales = a.scales.reshape(()), b.scales.reshape(())
             return torch._scaled_mm(left, right.mT, *scales, out_dtype=dtype)
@@ -69,15 +64,44 @@ def matmul_fp8(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
     return _scaled(sums, a, b, dtype)
 
 
-def _codes(q: QTensor, dtype: torch.dtype, least: int) -> torch.Tensor:
-    """Codes stored (lines, k) as numbers of 8 bits; zeros fill up what cuBLAS does not take."""
-    lines, k = q.data.shape[0], q.stored_shape[1]
-    data = q.data
-    more = max(0, least - lines) if least == _LEAST_ROWS else -lines % least
-    more = 0 if q.axes == (0, 1) and least == _STEP else more  # of the left any number will do
-    if more or k % _STEP or not data.is_contiguous() or data.data_ptr() % 16:
-        data = torch.nn.functional.pad(data[:, :k], (0, -k % _STEP, 0, more)).contiguous()
-    return data.view(dtype)
+def matmul_bf16(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
+    """``a @ b`` of numbers that bf16 holds; ``a`` (m, k), ``b`` (k, n) stored (n, k)."""
+    if not a.size or not b.size:
+        return nothing(a, b, dtype)
+    plain = [_unscaled(side) for side in (a, b)]
+    kept = [by_powers(side.scheme) for side in (a, b)]
+    left, right = (
+        _lines(decode.dequantize(side if keeps else codes, torch.bfloat16), side.axes)
+        for side, codes, keeps in zip((a, b), plain, kept, strict=True)
+    )
+    sums = torch.mm(left, right.mT, out_dtype=torch.float32)
+    return _scaled(sums, plain[0] if kept[0] else a, plain[1] if kept[1] else b, dtype)
+
+
+def codes_of(q: QTensor, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
+    """Codes as stored, (lines, k), as int8 or e4m3, which hold them exactly.
+
+    Zeros fill up lines to whole 16 bytes; ``more`` lines of zeros follow.
+    """
+    k = q.stored_shape[1]
+    codes = q.data if q.scheme.bits == 8 else _lines(decode.dequantize(_unscaled(q), dtype), q.axes)
+    missing = -k % _STEP
+    if more or codes.shape[1] != k + missing or not codes.is_contiguous() or codes.data_ptr() % 16:
+        codes = codes.view(torch.uint8)[:, :k]
+        codes = torch.nn.functional.pad(codes, (0, missing, 0, more)).contiguous()
+    return codes.view(dtype)
+
+
+def _lines(values: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    """Values in the order in which they are stored."""
+    return values if axes == (0, 1) else values.mT
+
+
+def _unscaled(q: QTensor) -> QTensor:
+    """The codes of ``q`` as a tensor of their own numbers."""
+    one = torch.ones((1,) * q.ndim, dtype=torch.float32, device=q.data.device)
+    scheme = q.scheme._with(block=None, scale=ScaleDtype.F32, tensor_scale=None)
+    return q._replace(scheme=scheme, scales=one, tensor_scale=None)
 
 
 def _scaled(sums: torch.Tensor, a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -101,5 +125,6 @@ def _scaled(sums: torch.Tensor, a: QTensor, b: QTensor, dtype: torch.dtype) -> t
     return out
 
 
-def _nothing(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
+def nothing(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product of operands one of which has no elements."""
     return torch.zeros((a.shape[0], b.shape[1]), dtype=dtype, device=a.data.device)

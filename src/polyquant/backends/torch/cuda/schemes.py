@@ -15,18 +15,16 @@ _NO_OFFSET, _INTEGER_ZERO, _FLOAT_ZERO, _BIAS = range(4)
 #: How scales and offsets are stored, in the order of their numbers, and the bytes of one.
 _TYPES = ("f32", "f16", "bf16", "ue8m0", "ue4m3", "u8")
 SIZES = (4, 2, 2, 1, 1, 1)
-#: What int8 cuBLAS multiplies, and the values along k whose products cannot exceed int32.
-INTEGERS = (QuantValue.Q8S, QuantValue.Q8F)
-_MOST_K = 1 << 16
 #: A block longer than any axis: one scale a row that has an offset, or is read chunk by chunk.
 _WHOLE_ROW = 1 << 30
 #: Offsets that take the sum of x over a block.
 SUMMING = (_FLOAT_ZERO, _BIAS)
 #: Rows of x above which dequantizing the weight for cuBLAS is quicker (8192 x 8192, H200): by
-#: wgmma.cu, which takes bf16, and by mma.cu.
-_MOST_ROWS = MappingProxyType({"bfloat16": 512, "float16": 64, "float32": 64})
-#: By mma.cu beside offsets that take sums of x, and by mma_n.cu.
-_MOST_SUMMING, _MOST_BY_N = 64, 32
+#: mma.cu, by wgmma.cu, which takes bf16, and by mma_n.cu.
+MOST_BY_MMA, _MOST_BY_WGMMA, _MOST_BY_N = 64, 4096, 32
+_MOST_ROWS = MappingProxyType(
+    {"bfloat16": _MOST_BY_WGMMA, "float16": MOST_BY_MMA, "float32": MOST_BY_MMA}
+)
 
 
 def why_not(problem: Problem) -> str | None:
@@ -45,13 +43,13 @@ def why_not(problem: Problem) -> str | None:
     if scheme.block is not None and len(scheme.block) > 2:
         return "its blocks must have two axes at most"
     by_n = axes[-1] == rank - 1
-    most = _MOST_SUMMING if offset_of(scheme) in SUMMING else _MOST_ROWS[problem.a]
+    most = MOST_BY_MMA if offset_of(scheme) in SUMMING else _MOST_ROWS[problem.a]
     most = _MOST_BY_N if by_n else most
     if problem.m > most:
         return f"it is for up to {most} rows of {problem.a} by {scheme}; more are quicker by cuBLAS"
     if by_n:
         return _why_not_by_n(problem.a, scheme)
-    return _why_not_codes(scheme, problem.step) or _why_not_blocks(scheme)
+    return why_not_codes(scheme, problem.step) or _why_not_blocks(scheme)
 
 
 def _why_not_by_n(entering: QuantScheme | str, scheme: QuantScheme) -> str | None:
@@ -69,7 +67,7 @@ def _why_not_by_n(entering: QuantScheme | str, scheme: QuantScheme) -> str | Non
     return None
 
 
-def _why_not_codes(scheme: QuantScheme, step: int) -> str | None:
+def why_not_codes(scheme: QuantScheme, step: int) -> str | None:
     if kind_of(scheme) is None:
         return f"it has no decoder for {scheme.value} codes in the mode and store of {scheme}"
     if scheme.store is not QuantStore.PACKED_U32:
@@ -102,11 +100,6 @@ class CodeKind(NamedTuple):
     number: int
     bits: int
     mantissa: int = 0
-
-    @property
-    def is_natural(self) -> bool:
-        """Whether neighbours are decoded in pairs, not codes that are four apart."""
-        return self.number in (_E4M3, _E5M2, LOOKUP)
 
 
 def kind_of(scheme: QuantScheme) -> CodeKind | None:
@@ -143,45 +136,3 @@ def type_number(kind: ScaleDtype | QuantValue | QuantScheme) -> int:
     if isinstance(kind, QuantScheme):
         return 0
     return _TYPES.index("u8" if isinstance(kind, QuantValue) else str(kind))
-
-
-def why_not_paired(problem: Problem, values: tuple[QuantValue, ...]) -> str | None:
-    """Why codes of ``values`` cannot be multiplied as they are, or None."""
-    for scheme in (problem.a, problem.b):
-        if not isinstance(scheme, QuantScheme) or scheme.value not in values:
-            return f"both operands must hold {' or '.join(values)}"
-        if scheme.mode is not QuantMode.SYMMETRIC or isinstance(scheme.scale, QuantScheme):
-            return f"it does not take the scales out of the sums of {scheme}"
-        if scheme.scale is ScaleDtype.UE8M0:
-            return "a ue8m0 scale of 2^-127 is not a float32"
-        if scheme.block is not None and scheme.block != (-1,):
-            return "a scale must be of a whole line along k, or of the whole tensor"
-    if problem.layout != ((0, 1), (1, 0)):
-        return "both operands must be of two axes, stored with the axis that is summed last"
-    if values == INTEGERS and problem.k > _MOST_K:
-        return f"sums of more than {_MOST_K} products may not fit int32"
-    return None
-
-
-#: What holds codes exactly: int8 and e4m3.
-AS_INT8 = tuple(v for v in QuantValue if not v.is_float and v.is_signed and v.bits in (2, 4, 8))
-AS_E4M3 = (QuantValue.E4M3, QuantValue.E2M1, *(v for v in AS_INT8 if v.bits <= 4))
-
-
-def why_not_blockwise(problem: Problem, values: tuple[QuantValue, ...]) -> str | None:
-    """Why ``blockwise.py`` cannot multiply codes of ``values``, or None."""
-    if problem.layout != ((0, 1), (1, 0)):
-        return "both operands must be of two axes, stored with the axis that is summed last"
-    for scheme in (problem.a, problem.b):
-        if not isinstance(scheme, QuantScheme) or scheme.value not in values:
-            return f"both operands must hold one of {', '.join(values)}"
-        if scheme.mode is not QuantMode.SYMMETRIC or scheme.offset is not None:
-            return f"it takes symmetric codes without offsets, not {scheme}"
-        if isinstance(scheme.scale, QuantScheme):
-            return f"it takes scales that are numbers, not {scheme.scale}"
-        if scheme.store is not QuantStore.PACKED_U32 and scheme.bits != 8:
-            return f"it takes codes packed into 32-bit words, not the store {scheme.store}"
-        block = scheme.block
-        if block is not None and (len(block) > 2 or (block[-1] != -1 and block[-1] % 32)):
-            return "its blocks must be of whole 32 values along the axis that is summed"
-    return None

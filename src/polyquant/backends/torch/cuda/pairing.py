@@ -1,0 +1,126 @@
+"""Which pairs of quantized operands each kernel multiplies: two axes, both codes as they lie."""
+
+from __future__ import annotations
+
+from polyquant.backends.torch.cuda.schemes import why_not_codes
+from polyquant.kernel import Problem
+from polyquant.scheme import QuantScheme
+from polyquant.values import QuantMode, QuantValue, ScaleDtype
+
+#: How two operands lie that are stored with the axis that is summed last.
+_BY_K = ((0, 1), (1, 0))
+_NOT_BY_K = "both operands must be of two axes, stored with the axis that is summed last"
+#: What holds codes exactly: int8 and e4m3. Integers of 8 bits, and what e4m3 is multiplied by.
+AS_INT8 = tuple(v for v in QuantValue if not v.is_float and v.is_signed and v.bits in (2, 4, 8))
+AS_E4M3 = (QuantValue.E4M3, QuantValue.E2M1, *(v for v in AS_INT8 if v.bits <= 4))
+_BYTES = tuple(v for v in AS_INT8 if v.bits == 8)
+_BESIDE_E4M3 = (QuantValue.E4M3, QuantValue.E2M1, *AS_INT8)
+#: Values along k whose products cannot exceed int32.
+_MOST_K = 1 << 16
+#: Values of a block from which on codes are multiplied at full speed.
+_LEAST_BLOCK = 128
+#: Rows up to which blockwise.py is quicker than cuBLAS: of codes under one scale, and else.
+_FEW_WHOLE, _FEW_FP8 = 64, 128
+#: Rows above which other kernels are quicker than pairs.cu: blockwise.py for codes of 8 bits, which
+#: need no widening; it or cuBLAS; none.
+_MOST_BYTES, _MOST_PAIRED, _MOST_ALONE = 16, 128, 1 << 20
+
+
+def by_powers(scheme: QuantScheme) -> bool:
+    """Whether numbers are codes times powers of two: exact in bf16, as the codes are."""
+    return scheme.scale is ScaleDtype.UE8M0
+
+
+def why_not_fp8(problem: Problem) -> str | None:
+    """Why cuBLAS cannot multiply e4m3 codes as they are, or is slower; None where neither."""
+    in_lines = False
+    for scheme in (problem.a, problem.b):
+        if not isinstance(scheme, QuantScheme) or scheme.value is not QuantValue.E4M3:
+            return "both operands must hold e4m3"
+        if scheme.mode is not QuantMode.SYMMETRIC or isinstance(scheme.scale, QuantScheme):
+            return f"it does not take the scales out of the sums of {scheme}"
+        if scheme.scale is ScaleDtype.UE8M0:
+            return "a ue8m0 scale of 2^-127 is not a float32"
+        if scheme.block is not None and scheme.block != (-1,):
+            return "a scale must be of a whole line along k, or of the whole tensor"
+        in_lines |= scheme.block is not None
+    if problem.layout != _BY_K:
+        return _NOT_BY_K
+    few = _FEW_FP8 if in_lines else _FEW_WHOLE
+    return f"up to {few} rows torch.triton.fp8 is quicker" if problem.m <= few else None
+
+
+def why_not_bf16(problem: Problem) -> str | None:
+    """Why bf16 does not hold what is multiplied, scales of lines along k apart; or None."""
+    if problem.layout != _BY_K:
+        return _NOT_BY_K
+    for scheme in (problem.a, problem.b):
+        if not isinstance(scheme, QuantScheme):
+            return "both operands must be quantized"
+        if scheme.mode is not QuantMode.SYMMETRIC or isinstance(scheme.scale, QuantScheme):
+            return "it takes symmetric codes under scales that are numbers"
+        if by_powers(scheme) and scheme.tensor_scale is not None:
+            return f"it takes powers of two alone, not {scheme}"
+        if not by_powers(scheme) and scheme.block is not None and scheme.block != (-1,):
+            return "scales other than ue8m0 must be of a whole line along k, or of the whole tensor"
+    return None
+
+
+def why_not_blockwise(problem: Problem, values: tuple[QuantValue, ...]) -> str | None:
+    """Why ``blockwise.py`` cannot multiply codes of ``values``, or None."""
+    if problem.layout != _BY_K:
+        return _NOT_BY_K
+    for scheme in (problem.a, problem.b):
+        if not isinstance(scheme, QuantScheme) or scheme.value not in values:
+            return f"both operands must hold one of {', '.join(values)}"
+        if scheme.mode is not QuantMode.SYMMETRIC or scheme.offset is not None:
+            return f"it takes symmetric codes without offsets, not {scheme}"
+        if isinstance(scheme.scale, QuantScheme):
+            return f"it takes scales that are numbers, not {scheme.scale}"
+        block = scheme.block
+        if block is not None and (len(block) > 2 or (block[-1] != -1 and block[-1] % 32)):
+            return "its blocks must be of whole 32 values along the axis that is summed"
+        if _in_short_blocks(scheme) and why_not_bf16(problem) is None:
+            return f"blocks of fewer than {_LEAST_BLOCK} under powers of two are quicker in bf16"
+    if values == AS_INT8 and problem.k > _MOST_K:
+        return f"sums of more than {_MOST_K} products may not fit int32"
+    return None
+
+
+def why_not_pairs(problem: Problem) -> str | None:
+    """Why ``pairs.cu`` cannot multiply two quantized operands, or None."""
+    left, right = problem.a, problem.b
+    if not isinstance(left, QuantScheme) or not isinstance(right, QuantScheme):
+        return "it multiplies two quantized operands"
+    if problem.layout != _BY_K:
+        return _NOT_BY_K
+    if left.value not in (*_BYTES, QuantValue.E4M3):
+        return f"the left operand must hold q8s, q8f or e4m3, not {left.value}"
+    values = _BESIDE_E4M3 if left.value.is_float else AS_INT8
+    if right.value not in values:
+        return f"beside {'e4m3' if left.value.is_float else 'int8'} it takes {', '.join(values)}"
+    for scheme in (left, right):
+        if scheme.mode is not QuantMode.SYMMETRIC or scheme.offset is not None:
+            return f"it takes symmetric codes without offsets, not {scheme}"
+        if isinstance(scheme.scale, QuantScheme):
+            return f"it takes scales that are numbers, not {scheme.scale}"
+        block = scheme.block
+        if block is not None and (len(block) > 2 or _cuts(block[-1])):
+            return "its blocks must be a power of two from 32 on along the axis that is summed"
+    if not left.value.is_float and problem.k > _MOST_K:
+        return f"sums of more than {_MOST_K} products may not fit int32"
+    is_long = not any(map(_in_short_blocks, (left, right)))
+    widened = is_long and right.value in (AS_E4M3 if left.value.is_float else AS_INT8)
+    most = _MOST_PAIRED if widened or why_not_bf16(problem) is None else _MOST_ALONE
+    most = _MOST_BYTES if widened and right.bits == 8 else most
+    if problem.m > most:
+        return f"it is for up to {most} rows by codes of {right.bits} bits in such blocks"
+    return why_not_codes(right, problem.step)
+
+
+def _in_short_blocks(scheme: QuantScheme) -> bool:
+    return scheme.block is not None and -1 < scheme.block[-1] < _LEAST_BLOCK
+
+
+def _cuts(extent: int) -> bool:
+    return extent != -1 and (extent < 32 or extent & (extent - 1) != 0)

@@ -1,0 +1,175 @@
+"""Products of two quantized operands on NVIDIA GPUs: which kernel, and within which bound.
+
+Triton's kernels run under its interpreter where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyquant as pq
+from polyquant import conform
+from polyquant.dispatch import explain_problem
+from polyquant.kernel import Problem
+from polyquant.scheme import scheme as as_scheme
+
+torch = pytest.importorskip("torch")
+
+IS_GPU = torch.cuda.is_available()
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+needs_gpu = pytest.mark.skipif(not IS_GPU, reason="torch sees no GPU")
+DEVICE = "torch:cuda:0" if IS_GPU else "torch:cpu"
+
+
+def _chosen(values: tuple[str, str], m: int) -> str | None:
+    left, right = map(as_scheme, values)
+    problem = Problem("matmul", "cuda", left, right, ((0, 1), (1, 0)), m, 4096, 4096)
+    return explain_problem("torch", problem).kernel
+
+
+def _kernel(name: str) -> Any:
+    found = import_module("polyquant.backends.torch.cuda.kernels").KERNELS
+    return next(kernel for kernel in found if kernel.name == name)
+
+
+def _operand(scheme: str, shape: tuple[int, int]) -> Any:
+    return conform._input(as_scheme(scheme), shape, "normal", "float32").reference()
+
+
+def _error(y: Any, a: Any, b: Any, dtype: str, entering: str | None) -> str:
+    host = pq.arrays.backend("torch").to_host(y)
+    values = a.dequantize("float64"), b.dequantize("float64").T
+    return conform.product_error(host, *values, dtype, entering or "float32")
+
+
+@pytest.mark.parametrize(
+    ("values", "kernel"),
+    [
+        (("q8s-row", "q8s-row"), "torch.triton.int8"),
+        (("fp8-row", "fp8-tensor"), "torch.cublas.fp8"),
+        (("q8s-32", "q8s-row"), "torch.nvrtc.pairs"),
+        (("q8s/96:f16", "q8s-row"), "torch.triton.int8"),
+        (("q8s-row", "q4s-32"), "torch.nvrtc.pairs"),
+        (("q8s-row", "q4s-row"), "torch.triton.int8"),
+        (("e4m3/1x128:f32", "fp8-128x128"), "torch.triton.fp8"),
+        (("fp8-row", "q4s/128:f16"), "torch.triton.fp8"),
+        (("fp8-row", "mxfp4"), "torch.cublas.bf16"),
+        (("fp8-row", "nvfp4"), "torch.triton.cublas"),
+        (("fp8-row", "q8s-row"), "torch.cublas.bf16"),
+        (("q4s-row", "q8s-row"), "torch.triton.int8"),
+    ],
+)
+def test_which_kernel_multiplies_two_quantized(values: tuple[str, str], kernel: str) -> None:
+    assert _chosen(values, 256) == kernel
+
+
+@pytest.mark.parametrize(
+    ("values", "kernel"),
+    [
+        (("q8s-row", "q8s-row"), "torch.triton.int8"),
+        (("fp8-row", "fp8-tensor"), "torch.triton.fp8"),
+        (("q8s-row", "q8s-32"), "torch.nvrtc.pairs"),
+        (("q8s-32", "q4s/128:f16"), "torch.nvrtc.pairs"),
+        (("mxfp8", "mxfp4"), "torch.nvrtc.pairs"),
+        (("fp8-row", "q8s-row"), "torch.nvrtc.pairs"),
+        (("q4s-row", "q8s-row"), "torch.triton.int8"),
+        (("fp8-row", "nvfp4"), "torch.triton.cublas"),
+        (("q8s/96:f16", "q8s-row"), "torch.triton.int8"),
+    ],
+)
+def test_which_kernel_multiplies_few_quantized_rows(values: tuple[str, str], kernel: str) -> None:
+    assert _chosen(values, 64) == kernel
+
+
+PAIRS = (
+    ("q8s-row", "q4s-row"), ("q8s-32", "q4s-32"), ("q8s/64:f32", "q4s/32:f16"),
+    ("q8s-row", "q2s/64:f16"), ("fp8-row", "fp8-row"), ("mxfp8", "mxfp4"), ("fp8-row", "mxfp4"),
+    ("e4m3/1x128:f32", "fp8-128x128"), ("fp8-row", "q4s/128:f16"), ("e2m1/32:f32", "q4s/64:ue8m0"),
+)  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
+def test_products_of_two_quantized_by_blocks(pair: tuple[str, str]) -> None:
+    torch.manual_seed(7)
+    for m, n, k in ((5, 70, 256), (17, 33, 200), (70, 40, 96), (129, 130, 352)):
+        a, b = map(_operand, pair, ((m, k), (n, k)))
+        kernel = _kernel("torch.triton.fp8" if a.scheme.value.is_float else "torch.triton.int8")
+        y = kernel.run(a.to(DEVICE), b.to(DEVICE).mT, torch.float32)
+        assert not _error(y, a, b, "float32", kernel.entering)
+
+
+FEW = (
+    *PAIRS[:-1], ("q8s-row", "q8s-row"), ("q8f/tensor:f32", "q8f/row:f16"), ("q8s-row", "q8s-32"),
+    ("q8s/256:f32", "q4f/512:f16"), ("q8s-32", "q2f/1024:bf16"), ("q8s/row:f32@native", "q8s-row"),
+    ("q8s/16x64:ue8m0", "q4s/128x128:f32"), ("fp8-tensor", "fp8-tensor"), ("fp8-row", "q8s-row"),
+    ("fp8-row", "q2s/64:f16"), ("fp8-128x128", "fp8-row"), ("mxfp8", "mxfp8"),
+    ("e4m3/32:ue4m3/tensor:f32", "e2m1/64:ue4m3/tensor:f32"),
+)  # fmt: skip
+
+
+@needs_gpu
+@pytest.mark.parametrize("pair", FEW, ids=" x ".join)
+def test_products_of_few_quantized_rows(pair: tuple[str, str]) -> None:
+    from polyquant.backends.torch.cuda import pairs
+
+    torch.manual_seed(11)
+    for n, k in ((70, 256), (33, 200), (1, 32), (257, 4112)):
+        b = _operand(pair[1], (n, k))
+        weight = b.to(DEVICE).mT
+        for m in (1, 7, 16, 40, 70):
+            a = _operand(pair[0], (m, k))
+            y = pairs.matmul(a.to(DEVICE), weight, torch.float32)
+            assert not _error(y, a, b, "float32", None), (n, k, m)
+            assert torch.equal(y, pairs.matmul(a.to(DEVICE), weight, torch.float32))
+
+
+BY_CUBLAS = (
+    ("fp8-row", "fp8-row", "torch.cublas.fp8"), ("fp8-tensor", "fp8-tensor", "torch.cublas.fp8"),
+    ("fp8-row", "fp8-tensor", "torch.cublas.fp8"), ("fp8-row", "mxfp4", "torch.cublas.bf16"),
+    ("mxfp8", "mxfp6-e3m2", "torch.cublas.bf16"), ("fp8-row", "q8s-row", "torch.cublas.bf16"),
+    ("u8/row:f16", "q3s/64:ue8m0", "torch.cublas.bf16"),
+)  # fmt: skip
+
+
+@needs_gpu
+@pytest.mark.parametrize(("left", "right", "kernel"), BY_CUBLAS)
+def test_products_of_two_quantized_by_cublas(left: str, right: str, kernel: str) -> None:
+    torch.manual_seed(13)
+    for m, n, k in ((300, 70, 256), (170, 33, 200), (140, 40, 96), (300, 130, 352), (257, 16, 31)):
+        a, b = _operand(left, (m, k)), _operand(right, (n, k))
+        for dtype in ("float32", "bfloat16"):
+            y = pq.matmul(a.to(DEVICE), b.to(DEVICE).mT, kernel=kernel, out_dtype=dtype)
+            assert not _error(y, a, b, dtype, _kernel(kernel).entering), (m, n, k)
+
+
+@needs_gpu
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_integers_by_integers_are_exact(bits: int) -> None:
+    from polyquant.backends.torch.cuda import pairs
+
+    k = 4096
+    generator = np.random.default_rng(12)
+    left = generator.integers(-128, 128, (40, k))
+    right = generator.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (100, k))
+    a, b = (
+        pq.quantize(values.astype("float32"), scheme, scales=np.ones((len(values), 1), "float32"))
+        for values, scheme in ((left, "q8f/row:f32"), (right, f"q{bits}f/row:f32"))
+    )
+    expected = torch.from_numpy((left @ right.T).astype("float32")).cuda()
+    # rt, wn, wk, kc, stages, chunk, blocks, direct
+    cuts = [(2, 2, 4, 1, 2, 256), (4, 1, 8, 1, 3, 256), (1, 4, 2, 4, 2, 256), (2, 1, 2, 2, 2, 512)]
+    direct = [(1, 1, 8, 1, 1, 128, 1, True), (2, 1, 4, 1, 2, 256, 1, True)] if bits == 8 else []
+    for m in (1, 8, 40):
+        rows, weight = a.to(DEVICE)[:m], b.to(DEVICE).mT
+        for rt, *more in (*cuts, *direct):
+            cut = pairs.Cut(rt, min(2, -(-m // 8)), *more)
+            for _ in range(2):  # the second begins before what precedes it has ended
+                y = torch.full((m, 100), float("nan"), device="cuda")
+                pairs.multiply(rows, weight, y, cut)
+                assert torch.equal(y, expected[:m]), cut
