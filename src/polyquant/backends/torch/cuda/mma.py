@@ -31,11 +31,11 @@ from polyquant.codec import line_size_bytes
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 
-_OUT = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
+OUT = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
 #: Rows of x that a block of threads takes at least, whatever the tiles: planes must not be parted.
 _TOGETHER = 64
 #: A table's pairs of entries, 32 times: see LUT_BYTES in mma.cu.
-_TABLE_BYTES = 256 * 32 * 4
+TABLE_BYTES = 256 * 32 * 4
 #: float32 enters as three bf16 numbers that add up to it, each a row of its own.
 PLANES = MappingProxyType({torch.float32: 3, torch.float16: 1, torch.bfloat16: 1})
 
@@ -114,15 +114,12 @@ def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | N
     *batches, m, k = x.shape
     batch = batches[0] if batches else 1
     key = (batch, m, x.dtype, y.dtype, tiles)
-    known = _launches(weight)
+    known = launches_of(weight)
     launch = known.get(key)
     is_known = launch is not None
     if launch is None:
         launch = _launch_of(weight, batch, m, (x.dtype, y.dtype, x.device.index or 0), tiles)
-        if launch.of_weight:
-            if len(known) >= _MOST_LAUNCHES:
-                known.clear()
-            known[key] = launch
+        keep(known, key, launch)
     chosen = launch.tiles
     entering = decode.split_planes(x.reshape(-1, k)) if launch.planes > 1 else _aligned(x, chosen)
     argument = _Operands.from_buffer_copy(launch.argument)
@@ -149,13 +146,21 @@ class _Launch(NamedTuple):
 _MOST_LAUNCHES = 64
 
 
-def _launches(weight: QTensor) -> dict[Any, _Launch]:
+def launches_of(weight: QTensor) -> dict[Any, Any]:
     """Those that were made of a weight."""
     found = weight._prepared
     if found is None:
         found = {}
         object.__setattr__(weight, "_prepared", found)
-    return cast("dict[Any, _Launch]", found)
+    return cast("dict[Any, Any]", found)
+
+
+def keep(known: dict[Any, Any], key: Any, launch: Any) -> None:
+    """Keep a launch among those of its weight, if it points into nothing else."""
+    if launch.of_weight:
+        if len(known) >= _MOST_LAUNCHES:
+            known.clear()
+        known[key] = launch
 
 
 def _launch_of(
@@ -324,7 +329,7 @@ def _plan(
     number, bits = (0, scheme.bits) if kind is None else (kind.number, kind.bits)
     block = block_of(scheme, stored[-1], by_n=by_n)
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    most -= _TABLE_BYTES if number == LOOKUP else 0
+    most -= TABLE_BYTES if number == LOOKUP else 0
     x_rows = 1 if columns == 1 and not by_n else 8 * tiles.nt
     while True:
         sizes = tuple(SIZES[each] * _per_chunk(tiles, block) for each in (grids[0], grids[2]))
@@ -348,7 +353,7 @@ def _plan(
         "OFFSET_PIECE": min(steps[1], _step(sizes[1])),
         "X_ROWS": x_rows,
         "PLANES": PLANES[entering],
-        "OUT": _OUT[out],
+        "OUT": OUT[out],
         "BATCHED": int(batch > 1),
         **{name.upper(): each for name, each in tiles._asdict().items()},
     }
@@ -358,7 +363,7 @@ def _plan(
         numbers["X_STAGES"] = max(_X_LEAST, min(8, _X_LEAST + more))
         shared += (numbers["X_STAGES"] - _X_LEAST) * tiles.wk * _x_tile(tiles)
         before, source = _wgmma(8 * tiles.nt), "wgmma.cu"
-    shared += _TABLE_BYTES if number == LOOKUP else 0
+    shared += TABLE_BYTES if number == LOOKUP else 0
     options = tuple(f"{name}={each}" for name, each in numbers.items())
     threads = 32 * (tiles.wn * tiles.wk + 4 * tiles.wide)
     function = nvrtc.load(("codes.cuh", source), "matmul", options, threads, shared, device, before)

@@ -10,22 +10,16 @@ from __future__ import annotations
 import ctypes
 import math
 from functools import lru_cache
-from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from polyquant.backends.torch.cuda import nvrtc
+from polyquant.backends.torch.cuda.mma import OUT, TABLE_BYTES, keep, launches_of
 from polyquant.backends.torch.cuda.schemes import LOOKUP, SIZES, block_of, kind_of, type_number
 from polyquant.codec import line_size_bytes
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
-
-_OUT = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
-#: A table's pairs of entries, 32 times: see LUT_BYTES in codes.cuh.
-_TABLE_BYTES = 256 * 32 * 4
-#: Launches that a weight keeps.
-_MOST_LAUNCHES = 64
 
 
 class Cut(NamedTuple):
@@ -87,14 +81,11 @@ def multiply(a: QTensor, b: QTensor, y: torch.Tensor, cut: Cut | None) -> None:
     x_stride, place = x.stride(0), (y.dtype, y.device.index or 0)
     steps = _step(x.data_ptr() | x_stride), _step(x_scales.data_ptr())
     key = (a.scheme, a.shape, steps, place, cut)
-    known = _launches(b)
+    known = launches_of(b)
     launch = known.get(key)
     if launch is None:
         launch = _launch_of(a, b, steps, place, cut)
-        if launch.of_weight:
-            if len(known) >= _MOST_LAUNCHES:
-                known.clear()
-            known[key] = launch
+        keep(known, key, launch)
     argument = _Pair.from_buffer_copy(launch.argument)
     argument.x, argument.x_scales, argument.y = x.data_ptr(), x_scales.data_ptr(), y.data_ptr()
     argument.x_whole = None if a.tensor_scale is None else a.tensor_scale.data_ptr()
@@ -110,15 +101,6 @@ class _Launch(NamedTuple):
     argument: _Pair
     arrays: tuple[torch.Tensor, ...]
     of_weight: bool
-
-
-def _launches(weight: QTensor) -> dict[Any, Any]:
-    """Those that were made of a weight."""
-    found = weight._prepared
-    if found is None:
-        found = {}
-        object.__setattr__(weight, "_prepared", found)
-    return cast("dict[Any, Any]", found)
 
 
 def _launch_of(
@@ -206,7 +188,7 @@ def _plan(
     is_hopper = torch.cuda.get_device_capability(device) >= (9, 0)
     cut = cut if is_hopper else cut._replace(kc=1)  # which has clusters, and kernels that follow
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    most -= _TABLE_BYTES if number == LOOKUP else 0
+    most -= TABLE_BYTES if number == LOOKUP else 0
     x_rows = 1 if m == 1 else 8 * cut.nt
     while True:
         copied = tuple(_scale_bytes(side, cut.chunk) for side in (x, w))
@@ -214,10 +196,10 @@ def _plan(
         if shared <= most or cut == cut.smaller():
             break
         cut = cut.smaller()
-    shared += _TABLE_BYTES if number == LOOKUP else 0
+    shared += TABLE_BYTES if number == LOOKUP else 0
     options = {
         **{"F16": 1, "INTEGER": int(is_int), "PLANES": 1, "BATCHED": 0},
-        **{"BITS": bits, "KIND": number, "MANTISSA": mantissa, "OUT": _OUT[dtype], "WIDE": 0},
+        **{"BITS": bits, "KIND": number, "MANTISSA": mantissa, "OUT": OUT[dtype], "WIDE": 0},
         **{"X_BLOCK": x.block, "BLOCK": w.block, "X_SCALE": x.kind, "SCALE": w.kind},
         **{"OFFSET": 0, "OFFSET_TYPE": 0, "OFFSET_PIECE": 1, "X_ROWS": x_rows},
         "X_PIECE": x_step,  # what lies past a line is never read
