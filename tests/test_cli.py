@@ -441,6 +441,12 @@ def _fake_conform(monkeypatch: Any, *results: Result) -> list[Any]:
     return seen
 
 
+def test_conform_takes_blocks_of_many_axes() -> None:
+    for more in (["--quick"], []):
+        text = run("conform", "--device", "numpy", "--scheme", "q4s/2x2x2x8:f16", *more).stdout
+        assert "conforms" in text
+
+
 def test_conform_exits_with_its_verdict(monkeypatch: Any) -> None:
     seen = _fake_conform(monkeypatch, _result(), _result(what="quantize"))
     form = run_json("conform", "--device", "torch:cpu", "--quick")

@@ -220,8 +220,12 @@ def test_quantizing_large_tensors(scheme: str, encoder: Any) -> None:
         assert not conform._parts_differ(got, wanted), shape
 
 
+#: Blocks of several lines of a row, whose scales are decoded whole.
+NESTED = ("q4s/2x32:(u8/8:f16)", "q4s/2x2x32:(u8/8:f16)")
+
+
 @needs_triton
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *NESTED])
 def test_embedding(scheme: str) -> None:
     kernel, made = _kernel("torch.triton.embedding"), as_scheme(scheme)
     for shape in ((70, 40), (5, 3, 24)):

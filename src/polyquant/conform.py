@@ -107,8 +107,6 @@ _QUICK = (
 _SHAPES = ((3, 70), (1, 1), (33,), (2, 3, 40), (16, 128), (0, 8), (4, 0))
 #: One shape for all that is quick, since JAX compiles every operation for every shape.
 _QUICK_SHAPE = (33, 70)
-#: Where blocks have three axes.
-_QUICK_CUBE = (2, 4, 35)
 #: (m, n, k) of products: one row, odd extents, and extents that fast kernels take.
 _PRODUCTS = ((1, 128, 256), (2, 48, 70), (5, 33, 65), (16, 64, 128), (70, 96, 512))
 _QUICK_PRODUCTS = ((1, *_QUICK_SHAPE), (5, *_QUICK_SHAPE))
@@ -224,7 +222,7 @@ def summary(results: Iterable[Result]) -> Summary:
 def _inputs(scheme: QuantScheme, dtypes: tuple[str, ...], *, quick: bool) -> Iterator[_Input]:
     """Normal numbers in every dtype, then awkward ones in float32, then awkward shapes."""
     shapes: list[tuple[int, ...]] = [s for s in _SHAPES if len(s) >= _rank(scheme)]
-    if quick:
+    if quick or not shapes:
         shapes = [_quick_shape(scheme)]
     first = shapes[0]
     for kind in dtypes:
@@ -328,7 +326,8 @@ def _rank(scheme: QuantScheme) -> int:
 
 
 def _quick_shape(scheme: QuantScheme) -> tuple[int, ...]:
-    return _QUICK_SHAPE if _rank(scheme) < 3 else _QUICK_CUBE
+    more = _rank(scheme) - 2
+    return _QUICK_SHAPE if more <= 0 else ((2,) * more + (4, 35))
 
 
 # -- quantize, dequantize, transfer -----------------------------------------------------------

@@ -139,7 +139,8 @@ def _device_info(device: str) -> DeviceInfo:
 def tune(device: str) -> Path:
     """Measure which tile sizes are quickest on a device, and keep the answer for later programs.
 
-    Takes a minute or two of a device that does nothing else. Returns the file, which lies under
+    Takes a minute or two of a device that does nothing else. Weights that were multiplied before
+    keep the tiles they had. Returns the file, which lies under
     the folder PQ_CACHE or ~/.cache/polyquant. Raises UnknownDevice, BackendMissing, and
     InvalidArgument for a device whose kernels have nothing to measure.
     """

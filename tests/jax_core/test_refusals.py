@@ -113,6 +113,14 @@ def test_stacks_along_another_axis_than_the_first_are_refused() -> None:
         made.dequantize()
 
 
+@pytest.mark.parametrize("scheme", ["q8s-32", "q4s/32:f16", "q8s-row"])
+def test_stacks_that_look_like_one_tensor_of_other_extents_are_refused(scheme: str) -> None:
+    x = jnp.ones((64, 64, 64))
+    made = jax.vmap(lambda v: pq.quantize(v, scheme), out_axes=2)(x)
+    with pytest.raises(errors.InvalidTensor):
+        made.dequantize()
+
+
 def test_what_is_traced_is_not_what_the_message_moves() -> None:
     """It has no values: the operand that has some is brought to it."""
     x, host = np.ones((5, 32), np.float32), weight().to("numpy")

@@ -25,6 +25,8 @@ _OLDEST, _WITH_E4M3 = 8.0, 8.9
 _MOST_ROWS = MappingProxyType({"bfloat16": 64, "float16": 64, "float32": 16})
 #: Bytes of a weight that offsets of 32 bits reach.
 _MOST_BYTES = 1 << 31
+#: Slices of k at most, whose sums lie beside each other.
+_MOST_SLICES = 64
 _MINIFLOATS = (QuantValue.E2M1, QuantValue.E4M3, QuantValue.E5M2)
 #: Those that the GPU converts from e4m3, in one kernel or the other.
 _THROUGH_E4M3 = (QuantValue.E2M1, QuantValue.E4M3)
@@ -59,6 +61,8 @@ def _why_not(problem: Problem) -> str | None:
         return f"it is for up to {most} rows of {problem.a}; for more, decode the weight first"
     if problem.n * problem.k * scheme.bits // 8 > _MOST_BYTES:
         return "its offsets are of 32 bits, and the weight may be larger than 2 GiB"
+    if problem.m * problem.n * _MOST_SLICES > _MOST_BYTES:
+        return "its offsets are of 32 bits, and the result may be too large for them"
     if problem.transformed and jax.device_count() > 1:
         return "XLA may split traced operands over the GPUs here, and it cannot split this kernel"
     through_e4m3 = scheme.value in _THROUGH_E4M3 or scheme.scale is ScaleDtype.UE4M3

@@ -240,8 +240,9 @@ def embedding(rows: torch.Tensor, q: QTensor, dtype: torch.dtype | None) -> torc
     at, laid = rows.reshape(-1), q.shape
     out = torch.empty((len(at), *laid[1:]), dtype=dtype or torch.float32, device=q.data.device)
     parts = (q.scales, q.offsets)
-    # Of quantized scales those of the rows are decoded, and no others.
+    # Of quantized scales those of the rows are decoded, and no others, where each row has its own.
     own_grid = any(isinstance(part, QTensor) for part in parts)
+    own_grid = own_grid and math.prod(q.scheme.block_extents(laid)[1:-1]) == 1
     if out.numel():
         height = q.scheme.block_extents(laid)[0]
         blocks = at if height == 1 else at // height

@@ -375,7 +375,7 @@ struct Place {
     const u32 here = gridDim.x - 1 - blockIdx.x;
     if constexpr (!CALIBRATES) {
       const u32 line = here / p.tiles, i = (here % p.tiles * RUNS + r) * THREADS + threadIdx.x;
-      const u32 place = p.shift < 32 ? i >> p.shift : i / p.group, last = p.count - 1;
+      const u32 last = p.count - 1, place = !last ? 0 : p.shift < 32 ? i >> p.shift : i / p.group;
       const u32 j = i - place * p.group, block = grid_line(p, line) * p.count + min(place, last);
       return {Run(p, line, place, j, p.group, place <= last && j < p.group), block, false};
     }

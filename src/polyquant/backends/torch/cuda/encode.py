@@ -258,7 +258,7 @@ def _call(
         group, each = 0, min(ROW_RUNS, -(-runs // 32))
         threads = -(-runs // (32 * each)) * 32
     tiles = -(-runs * count // (threads * each))
-    shift = 31 if count == 1 else runs.bit_length() - 1 if runs == _power(runs) else 32
+    shift = runs.bit_length() - 1 if runs == _power(runs) else 32
     given = _Operands(
         range=_range(scheme), blocks=lines * count, count=count, group=runs, tiles=tiles,
         shift=shift, length=length, extent=extent, stride=stride,

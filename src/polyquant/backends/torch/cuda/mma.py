@@ -182,12 +182,17 @@ def _launch_of(
     offset = weight.scheme.offset
     offsets = None if offset is None else _grid(weight.offsets, offset.dtype, batch)
     none = _Grid(codes, 0, 0, 0)
+    line = line_size_bytes(weight.stored_shape[-1], weight.scheme.bits, weight.scheme.store)
     plan = _plan(
         weight.scheme,
         (weight.stored_shape, by_n, batch, m * planes),
         place,
         (scales.kind, _step_of(scales), (offsets or none).kind),
-        (_step(codes.data_ptr() | codes.stride(-2)), 1 if offsets is None else _step_of(offsets)),
+        # What lies past a line's end is no zero, and may be NaN.
+        (
+            _step(codes.data_ptr() | codes.stride(-2) | line),
+            1 if offsets is None else _step_of(offsets),
+        ),
         tiles,
     )
     xk = -(-k // 8) * 8

@@ -109,6 +109,7 @@ def _attributes(cluster: int, early: bool) -> Any:
 @lru_cache(maxsize=4096)
 def _config(function: Function, grid: tuple[int, int, int], early: bool) -> _Config:
     """A launch as it is each time, but for the stream."""
+    early = early and torch.cuda.get_device_capability(function.device) >= (9, 0)
     attributes = _attributes(grid[2], early)
     place = ctypes.addressof(attributes)
     threads, shared = function.threads, function.shared_bytes
@@ -134,8 +135,8 @@ def launch(
 ) -> None:
     """Run a kernel of one by-value argument on the current stream. Raises BackendMissing.
 
-    A grid's last extent is that of a cluster. ``early``: the kernel waits for the one before it by
-    itself (compute capability 9.0 on).
+    A grid's last extent is that of a cluster. ``early``: where the compute capability is 9.0 or
+    higher, the kernel waits for the one before it by itself.
     """
     config = _Config.from_buffer_copy(_config(function, grid, early))
     config.stream = _stream_of(function.device)
