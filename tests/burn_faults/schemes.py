@@ -220,7 +220,7 @@ SCHEMES: Table = {
         ),
         Raises(
             "no-kernel",
-            lambda here: choose("jax", Problem("quantize", "gpu", "float32")),
+            lambda here: choose("jax", Problem("quantize", "tpu", "float32")),
             "No kernel can run",
             "quantize",
             "",
