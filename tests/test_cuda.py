@@ -392,10 +392,23 @@ def test_a_thread_that_has_no_context() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     q, values = _operands("q4s", 96, 160)
-    x = torch.randn(3, 160, device="cuda", dtype=torch.bfloat16)
-    with ThreadPoolExecutor(1) as pool:
-        y = pool.submit(pq.matmul, x, q.mT).result()
-    assert not _error(y, x, values)
+    for m in (3, 40):
+        x = torch.randn(m, 160, device="cuda", dtype=torch.bfloat16)
+        with ThreadPoolExecutor(1) as pool:
+            y = pool.submit(pq.matmul, x, q.mT).result()
+        assert not _error(y, x, values)
+
+
+@needs_gpu
+def test_what_lies_past_the_lines_of_a_view_is_not_multiplied() -> None:
+    torch.manual_seed(15)
+    whole = pq.quantize(torch.randn(96, 320, device="cuda"), "fp8-row")
+    whole.data.view(torch.uint8)[:, 132:] = 0x7F  # NaN
+    part = whole[:, :132]
+    values = torch.from_numpy(part.to("numpy").dequantize("float64")).cuda()
+    for m in (1, 9, 40):
+        x = torch.randn(m, 132, device="cuda", dtype=torch.bfloat16)
+        assert not _error(pq.matmul(x, part.mT), x, values), m
 
 
 @needs_gpu

@@ -147,16 +147,20 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
   return d;
 }
 
-// Two float32 that the fragment's type holds exactly (a table's entries: rounded), the low one first.
-__device__ __forceinline__ u32 pack(float low, float high) {
+// Two float32 as f16 or bf16, the low one first.
+template <bool HALF>
+__device__ __forceinline__ u32 pack_as(float low, float high) {
   u32 d;
-#if F16
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-#endif
+  if constexpr (HALF) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  }
   return d;
 }
+
+// As the fragment's type, which holds them exactly (a table's entries: rounded).
+__device__ __forceinline__ u32 pack(float low, float high) { return pack_as<F16>(low, high); }
 
 // A pair of f16 as a pair of the fragment's type.
 __device__ __forceinline__ u32 from_f16(u32 pair) {
@@ -583,14 +587,7 @@ __device__ __forceinline__ void put(void* y, long long at, const float* f, int c
   for (int j = 0; j < 4; j++)
     if (j < count) to[j] = f[j];
 #else
-  u32 low, high;
-#if OUT == 1
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(f[1]), "f"(f[0]));
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(f[3]), "f"(f[2]));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(f[1]), "f"(f[0]));
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(f[3]), "f"(f[2]));
-#endif
+  const u32 low = pack_as<OUT == 1>(f[0], f[1]), high = pack_as<OUT == 1>(f[2], f[3]);
   u16* to = (u16*)y + at;
   if (whole) {
     *(uint2*)to = make_uint2(low, high);

@@ -1,4 +1,4 @@
-"""Products of few float rows with a quantized weight, on tensor cores.
+"""Products of float rows with a quantized weight, on tensor cores.
 
 ``mma.cu`` says how for the fewest rows and for exact weights, ``wgmma.cu`` for more rows of bf16,
 ``mma_n.cu`` for a weight stored (in, out).
@@ -34,7 +34,7 @@ from polyquant.scheme import QuantScheme
 OUT = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
 #: Rows of x that a block of threads takes at least, whatever the tiles: planes must not be parted.
 _TOGETHER = 64
-#: A table's pairs of entries, 32 times: see LUT_BYTES in mma.cu.
+#: A table's pairs of entries, 32 times: see LUT_BYTES in codes.cuh.
 TABLE_BYTES = 256 * 32 * 4
 #: float32 enters as three bf16 numbers that add up to it, each a row of its own.
 PLANES = MappingProxyType({torch.float32: 3, torch.float16: 1, torch.bfloat16: 1})
@@ -187,11 +187,11 @@ def _launch_of(
         weight.scheme,
         (weight.stored_shape, by_n, batch, m * planes),
         place,
-        (scales.kind, _step_of(scales), (offsets or none).kind),
+        (scales.kind, _step_of_grid(scales), (offsets or none).kind),
         # What lies past a line's end is no zero, and may be NaN.
         (
-            _step(codes.data_ptr() | codes.stride(-2) | line),
-            1 if offsets is None else _step_of(offsets),
+            step_of(codes.data_ptr() | codes.stride(-2) | line),
+            1 if offsets is None else _step_of_grid(offsets),
         ),
         tiles,
     )
@@ -292,11 +292,11 @@ def _grid(numbers: Any, kind: Any, batch: int) -> _Grid:
     return _Grid(array, number, size if lines > 1 else 0, size * lines if of_each else 0)
 
 
-def _step_of(grid: _Grid) -> int:
-    return _step(grid.array.data_ptr() | grid.stride | grid.batch)
+def _step_of_grid(grid: _Grid) -> int:
+    return step_of(grid.array.data_ptr() | grid.stride | grid.batch)
 
 
-def _step(bits: int) -> int:
+def step_of(bits: int) -> int:
     """The largest power of two, up to 16, that divides a number."""
     return min(16, bits & -bits) if bits else 16
 
@@ -343,7 +343,7 @@ def _plan(
         if shared <= most or tiles == tiles.smaller():
             break
         tiles = tiles.smaller()
-    line_step = _step(8 * tiles.wn * bits if by_n else tiles.chunk * bits // 8)
+    line_step = step_of(8 * tiles.wn * bits if by_n else tiles.chunk * bits // 8)
     numbers = {
         "F16": int(entering is torch.float16),
         "BITS": bits,
@@ -354,8 +354,8 @@ def _plan(
         "OFFSET": offset_of(scheme),
         "OFFSET_TYPE": grids[2],
         "CODE_PIECE": min(steps[0], line_step),
-        "SCALE_PIECE": min(grids[1], _step(sizes[0])),
-        "OFFSET_PIECE": min(steps[1], _step(sizes[1])),
+        "SCALE_PIECE": min(grids[1], step_of(sizes[0])),
+        "OFFSET_PIECE": min(steps[1], step_of(sizes[1])),
         "X_ROWS": x_rows,
         "PLANES": PLANES[entering],
         "OUT": OUT[out],

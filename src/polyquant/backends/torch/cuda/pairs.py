@@ -2,7 +2,7 @@
 
 Integers by integers are summed exactly in int32; e4m3 by whatever float16 holds, in float32.
 ``pairs.cuh`` says how, ``pairs.cu`` and ``direct.cu`` by which way codes come. Here is what they
-are compiled with, and their launch; ``schemes.py`` says what they take.
+are compiled with, and their launch; ``pairing.py`` says what they take.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 
 from polyquant.backends.torch.cuda import nvrtc
-from polyquant.backends.torch.cuda.mma import OUT, TABLE_BYTES, keep, launches_of
+from polyquant.backends.torch.cuda.mma import OUT, TABLE_BYTES, keep, launches_of, step_of
 from polyquant.backends.torch.cuda.schemes import LOOKUP, SIZES, block_of, kind_of, type_number
+from polyquant.backends.torch.cuda.tiles import less
 from polyquant.codec import line_size_bytes
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
@@ -40,15 +41,11 @@ class Cut(NamedTuple):
     stages: int
     chunk: int
     blocks: int = 1
-    direct: bool = False
+    direct: int = 0
 
     def smaller(self) -> Cut:
         """The same with less shared memory; itself where there is nothing left to give up."""
-        if self.stages > 2:
-            return self._replace(stages=self.stages - 1)
-        if self.chunk > 64:
-            return self._replace(chunk=self.chunk // 2)
-        return self._replace(wk=max(1, self.wk // 2))
+        return self._replace(**less(self.stages, self.chunk, self.wk))
 
 
 class _Pair(ctypes.Structure):
@@ -79,7 +76,7 @@ def multiply(a: QTensor, b: QTensor, y: torch.Tensor, cut: Cut | None) -> None:
     """``y = a @ b``, cut as given or as ``direct_for`` or ``cut_for`` say."""
     x, x_scales = _lines(a.data), a.scales.contiguous()
     x_stride, place = x.stride(0), (y.dtype, y.device.index or 0)
-    steps = _step(x.data_ptr() | x_stride), _step(x_scales.data_ptr())
+    steps = step_of(x.data_ptr() | x_stride), step_of(x_scales.data_ptr())
     key = (a.scheme, a.shape, steps, place, cut)
     known = launches_of(b)
     launch = known.get(key)
@@ -90,7 +87,7 @@ def multiply(a: QTensor, b: QTensor, y: torch.Tensor, cut: Cut | None) -> None:
     argument.x, argument.x_scales, argument.y = x.data_ptr(), x_scales.data_ptr(), y.data_ptr()
     argument.x_whole = None if a.tensor_scale is None else a.tensor_scale.data_ptr()
     argument.x_stride, argument.x_scale_stride = x_stride, x_scales.stride(0) * x_scales.itemsize
-    nvrtc.launch(launch.plan.function, launch.plan.grid, argument, early=launch.plan.early)
+    nvrtc.launch(launch.plan.function, launch.plan.grid, argument, early=True)
 
 
 class _Launch(NamedTuple):
@@ -112,7 +109,12 @@ def _launch_of(
 ) -> _Launch:
     codes, scales = _lines(b.data), b.scales.contiguous()
     strides = codes.stride(0), scales.stride(0) * scales.itemsize
-    steps = (x_steps[0], _step(codes.data_ptr() | strides[0]), x_steps[1], _step(scales.data_ptr()))
+    steps = (
+        x_steps[0],
+        step_of(codes.data_ptr() | strides[0]),
+        x_steps[1],
+        step_of(scales.data_ptr()),
+    )
     plan = _plan((a.scheme, b.scheme), (*a.shape, b.shape[1]), steps, place, cut)
     arrays = (0, codes, 0, scales, 0, b.tensor_scale, 0)
     pointers = (0 if isinstance(each, int | None) else each.data_ptr() for each in arrays)
@@ -130,11 +132,6 @@ def _lines(codes: torch.Tensor) -> torch.Tensor:
     if codes.stride(1) == 1 and (codes.data_ptr() | codes.stride(0)) % 4 == 0:
         return codes
     return codes.clone(memory_format=torch.contiguous_format)
-
-
-def _step(bits: int) -> int:
-    """The largest power of two, up to 16, that divides a number."""
-    return min(16, bits & -bits) if bits else 16
 
 
 class _Side(NamedTuple):
@@ -161,7 +158,6 @@ class _Plan(NamedTuple):
     function: nvrtc.Function
     grid: tuple[int, int, int]
     numbers: tuple[int, ...]
-    early: bool
 
 
 @lru_cache(maxsize=4096)
@@ -177,7 +173,7 @@ def _plan(
     x, w = _side(schemes[0], m, k), _side(schemes[1], n, k)
     kind = kind_of(schemes[1])
     bits, number, mantissa = (kind.bits, kind.number, kind.mantissa) if kind else (8, 0, 0)
-    x_step, step = min(steps[0], _step(x.line)), min(steps[1], _step(w.line))
+    x_step, step = min(steps[0], step_of(x.line)), min(steps[1], step_of(w.line))
     is_int, blocks = not schemes[0].value.is_float, (x.block, w.block)
     if cut is None and bits == 8 and x_step == step == 16 and not any(b % 64 for b in blocks):
         in_blocks = any(blocks)
@@ -185,8 +181,8 @@ def _plan(
     if cut is None:
         shorter = min((each for each in blocks if each), default=0)
         cut = cut_for(bits, m, is_int=is_int, is_table=number == LOOKUP, block=shorter)
-    is_hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    cut = cut if is_hopper else cut._replace(kc=1)  # which has clusters, and kernels that follow
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        cut = cut._replace(kc=1)  # clusters came with it
     most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     most -= TABLE_BYTES if number == LOOKUP else 0
     x_rows = 1 if m == 1 else 8 * cut.nt
@@ -204,8 +200,8 @@ def _plan(
         **{"OFFSET": 0, "OFFSET_TYPE": 0, "OFFSET_PIECE": 1, "X_ROWS": x_rows},
         "X_PIECE": x_step,  # what lies past a line is never read
         "CODE_PIECE": step,
-        "X_SCALE_PIECE": min(steps[2], _step(copied[0] | x.scale_line)),
-        "SCALE_PIECE": min(steps[3], _step(copied[1] | w.scale_line)),
+        "X_SCALE_PIECE": min(steps[2], step_of(copied[0] | x.scale_line)),
+        "SCALE_PIECE": min(steps[3], step_of(copied[1] | w.scale_line)),
         **{name.upper(): each for name, each in cut._asdict().items() if name != "direct"},
     }
     flags = tuple(f"{name}={each}" for name, each in options.items())
@@ -213,7 +209,7 @@ def _plan(
     function = nvrtc.load(files, "matmul", flags, 32 * cut.wn * cut.wk, shared, device)
     grid = (math.ceil(n / (16 * cut.rt * cut.wn)), math.ceil(m / (8 * cut.nt)), cut.kc)
     lines = (x.line, w.line, x.scale_line, w.scale_line, x.height, w.height)
-    return _Plan(function, grid, (m, n, math.ceil(k / cut.chunk), *lines), is_hopper)
+    return _Plan(function, grid, (m, n, math.ceil(k / cut.chunk), *lines))
 
 
 def _scale_bytes(side: _Side, chunk: int) -> int:

@@ -45,11 +45,16 @@ class Tiles(NamedTuple):
 
     def smaller(self) -> Tiles:
         """The same with less shared memory; itself where there is nothing left to give up."""
-        if self.stages > 2:
-            return self._replace(stages=self.stages - 1)
-        if self.chunk > 64:
-            return self._replace(chunk=self.chunk // 2)
-        return self._replace(wk=max(1, self.wk // 2))
+        return self._replace(**less(self.stages, self.chunk, self.wk))
+
+
+def less(stages: int, chunk: int, wk: int) -> dict[str, int]:
+    """The one of these that takes less shared memory next, by its name."""
+    if stages > 2:
+        return {"stages": stages - 1}
+    if chunk > 64:
+        return {"chunk": chunk // 2}
+    return {"wk": max(1, wk // 2)}
 
 
 class Row(NamedTuple):

@@ -109,16 +109,6 @@ constexpr bool BY_WARPS = KC * WK == 1;
 constexpr int OUT_PITCH = 48, OUT_TILES = NT < 4 ? NT : 4;
 constexpr int TURNED = 8 * 4 * OUT_PITCH;
 
-__device__ __forceinline__ u32 pack_out(float low, float high) {
-  u32 d;
-#if OUT == 1
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-#endif
-  return d;
-}
-
 __device__ __forceinline__ void put_rows(const Operands& p, u8* turned, const float (*acc)[4], int first,
                                          int first_m, int m_here, float undo, int lane) {
   const float whole = scale_of_all(p, undo);
@@ -146,7 +136,7 @@ __device__ __forceinline__ void put_rows(const Operands& p, u8* turned, const fl
       for (int i = 0; i < 4; i++) {  // of tile j rows g and g + 8, then those of the next tile
         const float* pair = acc[j + i / 2 < NT ? j + i / 2 : j] + i % 2 * 2;
         const float s = IN_BLOCKS ? 1.0f : scales[i % 2];
-        words[i] = pack_out(pair[0] * s * whole, pair[1] * s * whole);
+        words[i] = pack_as<OUT == 1>(pair[0] * s * whole, pair[1] * s * whole);
       }
       const int tile = j - j0 + lane / 16;
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
