@@ -25,7 +25,7 @@ _OLDEST, _WITH_E4M3 = 8.0, 8.9
 _MOST_ROWS = MappingProxyType({"bfloat16": 64, "float16": 64, "float32": 16})
 #: Bytes of a weight that offsets of 32 bits reach.
 _MOST_BYTES = 1 << 31
-#: Slices of k at most, whose sums lie beside each other.
+#: No fewer than the slices of k (8 by default), whose sums lie beside each other.
 _MOST_SLICES = 64
 _MINIFLOATS = (QuantValue.E2M1, QuantValue.E4M3, QuantValue.E5M2)
 #: Those that the GPU converts from e4m3, in one kernel or the other.
