@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-CUDA = HERE.parent / "src/polyquant/backends/torch/cuda"
+CUDA = HERE.parent / "src/polyquant/backends/nvidia"
 COMPILER = next((found for name in (os.environ.get("CXX"), "c++", "g++", "clang++")
                  if name and (found := shutil.which(name))), None)  # fmt: skip
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")

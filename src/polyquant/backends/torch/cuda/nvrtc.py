@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from cuda.bindings import driver, nvrtc
 
+from polyquant.backends.nvidia import SOURCES
 from polyquant.errors import BackendMissing
 
 
@@ -32,7 +32,7 @@ def load(
     device: int,
     before: str = "",
 ) -> Function:
-    """The kernel ``name`` of source files beside this one, compiled with ``-D`` options.
+    """The kernel ``name`` of source files of ``backends.nvidia``, compiled with ``-D`` options.
 
     ``before`` is more source, which stands before them.
 
@@ -52,8 +52,8 @@ def load(
 def _compile(
     sources: tuple[str, ...], options: tuple[str, ...], capability: tuple[int, int], before: str
 ) -> bytes:
-    folder, source = Path(__file__).parent, sources[-1]
-    text = b"".join([before.encode(), *((folder / each).read_bytes() for each in sources)])
+    source = sources[-1]
+    text = b"".join([before.encode(), *((SOURCES / each).read_bytes() for each in sources)])
     own = "a" if capability == (9, 0) else ""  # Hopper's own instructions, wgmma among them
     target = f"--gpu-architecture=sm_{capability[0]}{capability[1]}{own}"
     flags = [target, "--std=c++17", "-default-device", *(f"-D{each}" for each in options)]
