@@ -92,7 +92,7 @@ def main() -> None:
     first, *further = SHAPES
     made["products"] += measure_products(*first, (*SCHEMES, *WITH_BARS), made, rivals=True)
     cublas = {row["m"]: row["cublas_us"] for row in made["products"]}
-    made["both_quantized"] = measure_pairs(*first, cublas)
+    made["both_quantized"] = measure_pairs(*first, cublas, made)
     made["conversions"] = [measure_conversions(each) for each in (*SCHEMES, *CONVERTED)]
     made["embeddings"] = measure_embeddings()
     made["bars"] = bars([*made["products"], *made["both_quantized"]])
@@ -185,8 +185,10 @@ def copies(scheme: str, n: int, k: int) -> list[pq.QTensor]:
     return [q, *(q._map(lambda a: a.clone(), q.device) for _ in range(copies_of(q.nbytes) - 1))]
 
 
-def measure_pairs(n: int, k: int, cublas: dict[int, float]) -> list[dict[str, Any]]:
-    """Both operands quantized, the activations beforehand; ``_scaled_mm`` alone beside fp8."""
+def measure_pairs(
+    n: int, k: int, cublas: dict[int, float], made: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Both operands quantized, the activations beforehand; torch's own products beside them."""
     xs, rows = inputs(k), []
     for left, right in PAIRS:
         weights = [q.mT for q in copies(right, n, k)]
@@ -198,20 +200,11 @@ def measure_pairs(n: int, k: int, cublas: dict[int, float]) -> list[dict[str, An
                 "cublas_us": cublas[m], "speedup": round(cublas[m] / us, 2),
                 "kernel": pq.explain("matmul", a, weights[0]).kernel,
             }  # fmt: skip
-            if left == "fp8-tensor":
-                row["scaled_mm_us"] = measure_scaled_mm(a, weights)
+            others = rivals_cuda.measure_pair(left, a, weights, time_us, made["rivals_failed"])
+            if others:
+                row["rivals_us"] = others
             rows.append(row)
     return rows
-
-
-def measure_scaled_mm(a: Any, weights: list[Any]) -> float:
-    left = a.data.view(torch.float8_e4m3fn)
-    one = torch.ones((), device=PLACE)
-    sides = [w.data.view(torch.float8_e4m3fn).mT for w in weights]
-    product = torch._scaled_mm
-    return time_us(
-        [lambda b=b: product(left, b, one, one, out_dtype=torch.bfloat16) for b in sides]
-    )
 
 
 def measure_conversions(scheme: str) -> dict[str, Any]:

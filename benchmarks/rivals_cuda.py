@@ -106,3 +106,39 @@ def measure(
         except (RuntimeError, ValueError, TypeError, AssertionError, ImportError, OSError) as error:
             failures[f"{name} {scheme} {n}x{k}"] = f"{type(error).__name__}: {error}"[:200]
     return found
+
+
+def measure_pair(
+    left: str,
+    a: Any,
+    weights: list[Any],
+    time_us: Callable[[list[Callable[[], Any]]], float],
+    failures: dict[str, str],
+) -> dict[str, float]:
+    """Microseconds of torch's own product of the codes of two quantized operands, by its name."""
+    if left not in ("fp8-tensor", "fp8-row", "e4m3/1x128:f32", "q8s-row"):
+        return {}
+    if weights[0].scheme.value != a.scheme.value:
+        return {}
+    name = "_int_mm" if left == "q8s-row" else "_scaled_mm"
+    try:
+        calls = [_torch_product(left, a, w) for w in weights]
+        calls[0]()
+        return {name: time_us(calls)}
+    except (RuntimeError, ValueError, TypeError) as error:
+        failures[f"{name} {left} {a.shape[0]} rows"] = f"{type(error).__name__}: {error}"[:200]
+        return {}
+
+
+def _torch_product(left: str, a: Any, w: Any) -> Callable[[], Any]:
+    """``a @ w`` by torch, of the same codes; scales as torch wants them (int8: none)."""
+    if left == "q8s-row":
+        return lambda: torch._int_mm(a.data, w.data.mT)
+    x, b = a.data.view(torch.float8_e4m3fn), w.data.view(torch.float8_e4m3fn).mT
+    one = torch.ones((), device=PLACE)
+    scales = (one, one)
+    if left == "fp8-row":
+        scales = (a.scales.reshape(-1, 1).float(), w.scales.reshape(1, -1).float())
+    elif left != "fp8-tensor":  # lines of x beside each other; (k / 128, n / 128) of the weight
+        scales = (a.scales.mT.contiguous().mT, w.scales.contiguous().mT)
+    return lambda: torch._scaled_mm(x, b, *scales, out_dtype=torch.bfloat16)
