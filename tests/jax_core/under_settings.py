@@ -80,7 +80,7 @@ def check(scheme: str, *, eagerly: bool) -> None:
         for kind, got in zip(kinds, decoded, strict=True):
             assert_same_bits(host(got), wanted.dequantize(kind), f"{scheme} {kind}")
     small = pq.quantize(np.random.default_rng(3).normal(size=(8, 70)), s, table=table)
-    q, x = small.to("jax:cpu:0"), jnp.asarray(x)
+    q, x = small.to("jax"), jnp.asarray(x)
     for products in both(lambda x, q: [x.astype(kind) @ q.mT for kind in kinds], x, q):
         check_products(products, [host(x.astype(kind)) for kind in kinds], small)
 

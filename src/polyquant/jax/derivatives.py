@@ -25,6 +25,7 @@ from polyquant.backends.jax.division import matmul
 from polyquant.blocks import Blocks, Rows, blocks_of, merge, split, spread
 from polyquant.codec import unpack
 from polyquant.dispatch import (
+    check_one_device,
     choose,
     device_among,
     is_transformed,
@@ -208,8 +209,8 @@ def _product(a: Any, b: Any, kind: Any, activations: QuantScheme | None) -> Arra
     for q in (a, b):
         if isinstance(q, QTensor):
             _check(q)
+    owner = check_one_device("matmul", (("a", a), ("b", b)))  # what a tracer stood for, too
     left = a if activations is None else quantize_plain(a, activations)
-    owner = backend_of(left.data if isinstance(left, QTensor) else left)
     is_watched = is_transformed(owner, left, b)
     problem = matmul_problem(left, b, device_among(owner, left, b), transformed=is_watched)
     return choose(owner.name, problem, below=BELOW).run(left, b, kind)

@@ -18,12 +18,12 @@ class Protocols:
         if copy is False:
             wanted = "True or None: the values of a quantized tensor are always made anew"
             raise InvalidArgument(name="copy", wanted=wanted, got=copy)
-        if not self.device.startswith(("numpy", "torch:cpu", "jax:cpu")):
-            raise HostCopyRefused(device=self.device)
         if backend_of(self.data).is_traced(self.data):  # a function of JAX's asks for an array
             got = "traced (as under jax.jit), and has no values yet"
             fix = "Hand over q.dequantize(), or pq.dequantize_tree(model) of a whole model"
             raise UnsupportedArray(role="A QTensor made an array", got=got, fix=fix)
+        if not self.device.startswith(("numpy", "torch:cpu", "jax:cpu")):
+            raise HostCopyRefused(device=self.device)
         return self.to("numpy").dequantize(None if dtype is None else str(dtype))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
