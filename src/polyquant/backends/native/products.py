@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from polyquant.arrays import Array, backend_of, namespace
+from polyquant.arrays import Array, backend_of, backend_of_class, namespace
 from polyquant.backends.native.weights import (
     matrix_of,
     plain,
@@ -46,17 +46,21 @@ def _turned(x: Array) -> Array:
 
 def _product(x: Array, q: QTensor, kind: Any) -> Array:
     """``x @ q``: NumPy's rules for vectors and batches."""
-    rows = x.shape[:-1]
     if q.ndim > 2:
         return _batched(x, q, kind)
-    (depth, *columns), owner = q.shape, backend_of(x)
-    count, width = prod(rows), prod(columns)
-    flat = plain_input(x if x.ndim == 2 else x.reshape((count, depth)), owner)
-    out, is_wider = empty(x, (*rows, *columns), kind)
-    along_k = q.axes != (0, 1)
-    into = out if out.ndim == 2 and x.ndim == 2 else out.reshape((count, width))
-    lines, threads = width if along_k else depth, owner.num_threads()
-    matrix_of(q).matmul(flat, plain_new(into, owner), along_k, 0, lines, threads)
+    shape, along_k = q.shape, q.axes != (0, 1)
+    owner = backend_of_class(x.__class__) or backend_of(x)
+    if x.ndim == 2 == len(shape):  # nothing to reshape, and the rest of a call is soon as long
+        into, is_wider = empty(x, (x.shape[0], shape[1]), kind)
+        out, flat = into, x
+    else:
+        (depth, *columns), rows = shape, x.shape[:-1]
+        out, is_wider = empty(x, (*rows, *columns), kind)
+        into = out.reshape((prod(rows), prod(columns)))
+        flat = x if x.ndim == 2 else x.reshape((prod(rows), depth))
+    lines = shape[0] if not along_k else shape[1] if len(shape) == 2 else 1
+    new, threads = plain_new(into, owner), owner.num_threads()
+    matrix_of(q).matmul(plain_input(flat, owner), new, along_k, 0, lines, threads)
     return namespace(out).astype(out, kind) if is_wider else out
 
 
@@ -93,7 +97,10 @@ def empty(like: Array, shape: Sequence[int], kind: Any) -> tuple[Array, bool]:
         if held.isnative:
             return _aligned(shape, held), is_wider
         return np.empty(shape, held.newbyteorder("=")), True
-    return like.new_empty(shape, dtype=namespace(like).float32 if is_wider else kind), is_wider
+    held = namespace(like).float32 if is_wider else kind
+    # torch reads extents faster one by one than as a tuple.
+    made = like.new_empty(*shape, dtype=held) if shape else like.new_empty((), dtype=held)
+    return made, is_wider
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
