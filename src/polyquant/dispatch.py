@@ -41,7 +41,7 @@ from polyquant.errors import (
     UnknownName,
 )
 from polyquant.kernel import Kernel, Problem, bucket
-from polyquant.qtensor import QTensor, kind_of
+from polyquant.qtensor import QTensor, checked, kind_of
 from polyquant.scheme import QuantScheme
 from polyquant.scheme import scheme as as_scheme
 
@@ -221,6 +221,7 @@ def check_product(op: str, left: Sequence[int], right: Sequence[int]) -> None:
 
 def _place(role: str, operand: Any) -> tuple[Backend, str]:
     if isinstance(operand, QTensor):
+        checked(operand)
         return backend_of(operand.data), operand.device
     owner = backend_of(operand, role)
     return owner, owner.device_of(operand)
@@ -396,6 +397,8 @@ def one_operand_problem(
     op: str, operand: Any, device: str, option: str = "", *, transformed: bool = False
 ) -> Problem:
     """The facts of quantize, dequantize or embedding."""
+    if isinstance(operand, QTensor):
+        checked(operand)
     what = operand.scheme if isinstance(operand, QTensor) else dtype_name(operand)
     layout = (operand.axes if isinstance(operand, QTensor) else None,)
     kind = device_kind(device)

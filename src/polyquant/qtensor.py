@@ -66,9 +66,9 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
     8. All of these are arrays of the library, and on the device, that ``device`` names.
     """
 
-    # The last three are kept once they were asked for: what products are remembered by, mT, and
-    # what a kernel prepared.
-    __slots__ = (*_FIELDS, "__weakref__", "_kind", "_prepared", "_turned")
+    # Three are kept once they were asked for: what products are remembered by, mT, and what a
+    # kernel prepared. The last checks a tensor that a library put together: see ``checked``.
+    __slots__ = (*_FIELDS, "__weakref__", "_kind", "_prepared", "_turned", "_unchecked")
 
     scheme: QuantScheme
     shape: tuple[int, ...]
@@ -83,6 +83,7 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
     _kind: object | None
     _turned: QTensor | None
     _prepared: object | None
+    _unchecked: Any  # None, or what says whether it could be checked
 
     def __init__(
         self,
@@ -188,6 +189,7 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
 
         int8 for signed integers; uint8 for unsigned integers, minifloat bits and table indices.
         """
+        checked(self)
         scheme, stored = self.scheme, self.stored_shape
         xp = namespace(self.data)
         length = (scheme.laid(stored) or (1,))[-1]
@@ -217,6 +219,7 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
         of 64 bytes); a copy in another library is not tracked by autograd. Raises UnknownDevice,
         BackendMissing, UnsupportedArray (no values to be read).
         """
+        checked(self)
         target, device = backend_of_device(device)
         if device == self.device:
             return self
@@ -272,11 +275,13 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
         raise Immutable(name="q[...]")
 
     def __reduce__(self) -> tuple[Any, ...]:
+        checked(self)
         return from_fields, tuple(getattr(self, name) for name in _FIELDS)
 
     # -- making one from another --------------------------------------------------------------
 
     def _replace(self, **changes: Any) -> QTensor:
+        checked(self)
         return from_fields(*(changes.get(name, getattr(self, name)) for name in _FIELDS))
 
     def _map(self, move: Any, device: str) -> QTensor:
@@ -306,6 +311,7 @@ def _fill(q: QTensor, fields: Sequence[Any]) -> None:
     object.__setattr__(q, "_kind", None)
     object.__setattr__(q, "_turned", None)
     object.__setattr__(q, "_prepared", None)
+    object.__setattr__(q, "_unchecked", None)
 
 
 def from_fields(*fields: Any) -> QTensor:
@@ -324,6 +330,7 @@ def kind_of(q: QTensor) -> object:
     It is hashed by identity, so it is a cheap key to remember an answer by.
     """
     if q._kind is None:
+        checked(q)
         object.__setattr__(q, "_kind", _kind(q.scheme, q.shape, q.axes, q.device))
     return q._kind
 
@@ -340,6 +347,15 @@ def _walk(q: QTensor, prefix: str) -> Iterator[tuple[str, Array]]:
             yield from _walk(part, f"{prefix}{name}.")
         elif part is not None:
             yield prefix + name, part
+
+
+def checked(q: QTensor) -> None:
+    """Check, once and before its first use, a tensor that a library put together of its leaves.
+
+    Libraries also put placeholders there, which stay unchecked. Raises InvalidTensor.
+    """
+    if q._unchecked is not None and q._unchecked(q):
+        object.__setattr__(q, "_unchecked", None)
 
 
 def validate(q: QTensor) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -133,3 +136,56 @@ def test_leaves_that_jax_wraps_are_its_arrays() -> None:
     passed = jax.grad(lambda x: run(x, q.to("numpy")).sum())(x)
     np.testing.assert_allclose(passed, jax.numpy.ones((2, 4)) @ q.dequantize(), rtol=1e-5)
     assert all(isinstance(each.table, jax.Array) for each in seen)
+
+
+#: Everything that reads what is stored. (The last two say so by themselves.)
+USES: dict[str, Callable[[Any], Any]] = {
+    "decode": lambda q: q.dequantize(),
+    "codes": lambda q: q.codes(),
+    "view": lambda q: q[1:],
+    "transpose": lambda q: q.T,
+    "join": lambda q: pq.concat([q, q]),
+    "compute": lambda q: pq.ops.sum(q),
+    "operator": lambda q: q + 1.0,
+    "rows": lambda q: pq.ops.embedding(np.zeros(2, np.int32), q),
+    "product": lambda q: q @ jax.numpy.ones(q.shape[-1]),
+    "product of the host's": lambda q: q @ np.ones(q.shape[-1], np.float32),
+    "linear": lambda q: pq.linear(jax.numpy.ones((2, q.shape[-1])), q),
+    "pickle": pickle.dumps,
+    "detach": lambda q: q.detach(),
+    "move": lambda q: q.to("torch:cpu"),
+    "bytes": lambda q: q.to_data(),
+}
+#: What a function over the leaves may make of a tensor.
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "rows of the codes alone": lambda part: part[:2] if part.dtype == np.uint8 else part,
+    "columns of scales": lambda part: part if part.dtype == np.uint8 else part[..., :1],
+    "floats": lambda part: part.astype(np.float32),
+    "one more axis": lambda part: part[..., None],
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("what", WRONG)
+def test_leaves_that_make_no_tensor_are_refused_at_every_first_use(what: str, use: str) -> None:
+    q = make("q4s/32:f32", (4, 96))
+    for given in (q.to("numpy"), q):
+        if given is q and use == "product of the host's":
+            continue
+        if given is not q and use in ("product", "linear"):
+            continue
+        wrong = jax.tree.map(WRONG[what], given)
+        assert "QTensor" in repr(wrong)
+        with pytest.raises(pq.errors.InvalidTensor):
+            USES[use](wrong)
+        jax.tree.map(lambda part: part, wrong)  # a container of arrays may hold anything
+
+
+def test_what_was_put_together_again_travels_like_what_was_made() -> None:
+    for name in ("nf4", "q4s/32:f16"):
+        q = make(name, (4, 64))
+        for again in (jax.tree.map(lambda part: part, q), jax.device_get(q)):
+            assert pickle.loads(pickle.dumps(again)).to_data() == q.to_data()
+            assert copy.deepcopy(again).to_data() == q.to_data()
+        two = stacked(q, q)
+        assert jax.tree.map(lambda part: part[1], pickle.loads(pickle.dumps(two))).codes().any()

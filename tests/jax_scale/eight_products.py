@@ -144,6 +144,38 @@ def test_specs_that_give_a_shard_the_scales_of_others_are_refused(mesh: Mesh) ->
                 jax.jit(mapped)(x, q)
 
 
+#: Inside of blocks, where each shard has as many scales as it has blocks; and of a line's padding.
+CUT = (
+    ("q4s/32:f32@packed_native", (8, 240), P(None, "model"), "an edge at 30 lies inside a block"),
+    ("q8s/32x32:f32@native", (240, 64), P("model"), "an edge at 30 lies inside a block"),
+    ("q4s/row:f32@packed_native", (8, 31), P(None, "model"), "31 elements are no multiple of"),
+)
+
+
+@pytest.mark.parametrize(("scheme", "shape", "spec", "wanted"), CUT)
+def test_specs_that_cut_blocks_are_refused_though_numbers_of_scales_agree(
+    scheme: str, shape: tuple[int, ...], spec: P, wanted: str, mesh: Mesh
+) -> None:
+    q = pq.quantize(np.ones(shape, np.float32), scheme)
+    specs = jax.tree.map(lambda part: P() if part.shape == (8, 1) else spec, q)
+    uses = (
+        lambda w: w.dequantize(),
+        lambda w: w @ jnp.ones(w.shape[1]),
+        lambda w: w.codes(),
+        lambda w: w[:1].codes(),
+        lambda w: w.T.dequantize(),
+        lambda w: pq.ops.embedding(jnp.zeros(2, int), w),
+        lambda w: pq.ops.sum(w),
+        lambda w: jax.lax.scan(lambda c, _: (c, c.codes()), w, None, length=2)[1],
+        lambda w: jax.vmap(lambda w: w.codes())(jax.tree.map(lambda part: part[None], w)),
+    )
+    for use in uses:
+        mapped = jax.shard_map(use, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
+        for run in (mapped, jax.jit(mapped)):
+            with pytest.raises(pq.errors.InvalidTensor, match=wanted):
+                run(q)
+
+
 @pytest.mark.parametrize(
     "scheme", ["q8s/row:f32", "q4s/32:f16", "nf4", "mxfp4", "u4/32:f16-zero:u4"]
 )

@@ -34,7 +34,7 @@ from polyquant.dispatch import (
 )
 from polyquant.errors import InvalidTensor
 from polyquant.ops.conversion import quantize_plain
-from polyquant.qtensor import QTensor, validate
+from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.standard import Divisor, Params
 from polyquant.values import OffsetKind
@@ -67,18 +67,8 @@ def _check_stack(q: QTensor) -> None:
             )
 
 
-def _check(q: QTensor) -> None:
-    """Raise InvalidTensor where the parts do not go together: shard_map hands over what it cut.
-
-    A shard with a group map has the scales of all groups, so nothing can be said of those.
-    """
-    if q.groups is None:
-        validate(q)
-
-
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _values(q: QTensor, kind: Any) -> Array:
-    _check(q)
     owner = backend_of(q.data)
     is_watched = is_transformed(owner, q)
     problem = one_operand_problem("dequantize", q, q.device, transformed=is_watched)
@@ -206,9 +196,6 @@ def product(a: Any, b: Any, kind: Any, activations: QuantScheme | None = None) -
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _product(a: Any, b: Any, kind: Any, activations: QuantScheme | None) -> Array:
-    for q in (a, b):
-        if isinstance(q, QTensor):
-            _check(q)
     owner = check_one_device("matmul", (("a", a), ("b", b)))  # what a tracer stood for, too
     left = a if activations is None else quantize_plain(a, activations)
     is_watched = is_transformed(owner, left, b)

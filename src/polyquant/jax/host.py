@@ -16,7 +16,7 @@ import numpy as np
 from polyquant.arrays import HostArray, backend_of
 from polyquant.backends.native.kernels import KERNELS as NATIVE
 from polyquant.kernel import Kernel
-from polyquant.qtensor import QTensor, validate
+from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.standard import Params
 
@@ -24,14 +24,10 @@ Array = Any
 
 
 def _seen(x: Any) -> Any:
-    """An operand as NumPy sees its memory; of a QTensor it is kept, as what was prepared.
-
-    What a transformation put together may fit nothing: it is checked once. Raises InvalidTensor.
-    """
+    """An operand as NumPy sees its memory; of a QTensor it is kept, as what was prepared."""
     if not isinstance(x, QTensor):
         return np.asarray(x)
     if x._prepared is None:
-        validate(x)
         object.__setattr__(x, "_prepared", x._map(np.asarray, "numpy"))
     return x._prepared
 

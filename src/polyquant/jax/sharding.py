@@ -17,10 +17,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from polyquant.arrays import backend_of
 from polyquant.backends.jax import BACKEND  # and JAX is told how a QTensor is taken apart
 from polyquant.backends.jax.pytree import PARTS
+from polyquant.backends.jax.splits import why_not_split
 from polyquant.codec import line_size_bytes
 from polyquant.errors import InvalidArgument, ShardingRefused
 from polyquant.qtensor import QTensor, from_fields
-from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore
 from polyquant.views.moving import smaller_blocks, unviewed
 from polyquant.views.plain import plain_scales
@@ -120,7 +120,7 @@ def _shardings(leaf: Any, where: NamedSharding) -> Any:
         return where
     counts = _stored_counts(leaf, where)
     for axis, count in enumerate(counts):
-        reason = _why_not(leaf.scheme, leaf.stored_shape, axis, count)
+        reason = why_not_split(leaf.scheme, leaf.stored_shape, axis, count)
         if reason is not None:
             _refuse(leaf, axis, count, reason)
     return _specs(leaf, _stored(leaf, where), where)
@@ -149,7 +149,7 @@ def _specs(q: QTensor, entries: _Entries, where: NamedSharding) -> QTensor:
     """``q`` with shardings in place of its stored arrays; ``entries`` are of its stored axes."""
     scheme, shape = q.scheme, q.stored_shape
     laid, grid = scheme.laid(shape), scheme.scale_shape(shape)
-    if scheme.view is not None:  # only the first axis is split: see _why_not
+    if scheme.view is not None:  # only the first axis is split: see why_not_split
         entries = (entries[0], *(None,) * (len(laid) - 1)) if entries else (None,) * len(laid)
     on_grid = tuple(e if n > 1 else None for e, n in zip(entries, grid, strict=True))
     if scheme.grouped:  # any element may be in any group, so every device has all of them
@@ -174,40 +174,11 @@ def _specs(q: QTensor, entries: _Entries, where: NamedSharding) -> QTensor:
     return from_fields(scheme, q.shape, *rest, q.axes, q.device, groups)
 
 
-def _why_not(scheme: QuantScheme, shape: Sequence[int], axis: int, count: int) -> str | None:
-    """Why a stored axis cannot be split into so many equal shards, or None."""
-    if count == 1:
-        return None
-    if shape[axis] % count:
-        return f"{shape[axis]} elements are no multiple of {count}"
-    laid = scheme.laid(shape)
-    if scheme.view is not None:
-        if axis != 0 or scheme.view[0] != -1:
-            return "its blocks run on across the ends of rows, so that only rows can be split"
-        if laid[0] % count:
-            return f"the {laid[0]} lines of its blocks are no multiple of {count}"
-    piece, bits = laid[axis] // count, scheme.bits
-    size = line_size_bytes(piece, bits, scheme.store)
-    if axis == len(laid) - 1 and scheme.store is not QuantStore.NATIVE and piece * bits != 8 * size:
-        word = 32 if scheme.store is QuantStore.PACKED_U32 else 8
-        return f"an edge at {piece} codes of {bits} bits lies inside a packed word of {word}"
-    grid, extent = scheme.scale_shape(shape), scheme.block_extents(shape)[axis]
-    if grid[axis] == 1 or (scheme.grouped and axis == len(laid) - 1):
-        return None  # every shard has the same scales
-    if piece % extent:
-        return f"an edge at {piece} lies inside a block of {extent}"
-    inner = {"scales": scheme.scale, "offsets": scheme.offset and scheme.offset.dtype}
-    for name, dtype in inner.items():
-        if isinstance(dtype, QuantScheme):
-            reason = _why_not(dtype, grid, axis, count)
-            if reason is not None:
-                return f"of its quantized {name} ({dtype}), {reason}"
-    return None
-
-
 def _refuse(q: QTensor, axis: int, count: int, reason: str) -> None:
     extent = q.stored_shape[axis]
-    found = [n for n in _divisors(extent) if _why_not(q.scheme, q.stored_shape, axis, n) is None]
+    found = [
+        n for n in _divisors(extent) if why_not_split(q.scheme, q.stored_shape, axis, n) is None
+    ]
     nearest = [*[n for n in found if n < count][-1:], *[n for n in found if n > count][:1]]
     raise ShardingRefused(
         axis=q.axes.index(axis),
@@ -245,4 +216,4 @@ def _reblocked(q: QTensor, where: NamedSharding) -> QTensor:
 
 def _fits(q: QTensor, counts: Sequence[int]) -> bool:
     shape = q.stored_shape
-    return all(_why_not(q.scheme, shape, axis, n) is None for axis, n in enumerate(counts))
+    return all(why_not_split(q.scheme, shape, axis, n) is None for axis, n in enumerate(counts))

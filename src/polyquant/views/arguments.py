@@ -18,7 +18,7 @@ from polyquant.errors import (
     InvalidIndex,
     LayoutRefused,
 )
-from polyquant.qtensor import QTensor
+from polyquant.qtensor import QTensor, checked
 from polyquant.views.moves import Run, Shape
 
 
@@ -41,6 +41,7 @@ def check_tensor(op: str, q: Any, *, stacks: bool = False) -> None:
         reason = "it is a stack, whose tensors have stored arrays of their own"
         fix = "Use jax.vmap, or take one tensor with jax.tree.map(lambda part: part[i], q)"
         raise LayoutRefused(scheme=str(q.scheme), shape=q.shape, reason=reason, fix=fix)
+    checked(q)
 
 
 def axis_of(q: QTensor, axis: Any, *, new: int = 0) -> int:

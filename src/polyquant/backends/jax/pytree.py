@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 from jax import export
 
 from polyquant.arrays import find_backend
+from polyquant.backends.jax.splits import why_not_split
 from polyquant.codec import line_size_bytes
 from polyquant.data import stored_shape
-from polyquant.qtensor import QTensor, from_fields
+from polyquant.errors import InvalidTensor
+from polyquant.qtensor import QTensor, from_fields, validate
 from polyquant.scheme import QuantScheme
 from polyquant.values import QuantStore
 
@@ -37,7 +39,8 @@ class Static:
     ``unused`` counts the fields at the end of a line of codes that stand for no element. ``order``
     is the order of the axes without those before it that are in place. ``is_scalar``: there are no
     axes; ``viewed``: the stored shape, where the scheme blocks a view of it. ``shape`` and ``axes``
-    serve leaves that have no shape (None, a mark, a sharding).
+    serve leaves that have no shape (None, a mark, a sharding); ``whole`` is what is known within
+    shard_map of the tensor outside, as long as nobody looked.
     """
 
     scheme: QuantScheme
@@ -47,6 +50,12 @@ class Static:
     viewed: tuple[int, ...] | None
     shape: tuple[int, ...] = field(compare=False)
     axes: tuple[int, ...] = field(compare=False)
+    whole: tuple[int, ...] | None = field(compare=False, default=None)
+
+    @property
+    def uncut(self) -> tuple[int, ...]:
+        """The stored shape of the tensor that shard_map may have cut."""
+        return stored_shape(self.shape, self.axes) if self.whole is None else self.whole
 
     def extents(self, data: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and order of axes of the tensor whose codes are ``data``."""
@@ -87,7 +96,11 @@ def _with_rank(order: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def static(
-    of: QuantScheme, shape: tuple[int, ...], axes: tuple[int, ...], rank: int | None = None
+    of: QuantScheme,
+    shape: tuple[int, ...],
+    axes: tuple[int, ...],
+    rank: int | None = None,
+    whole: tuple[int, ...] | None = None,
 ) -> Static:
     """The static part of a tensor of that scheme, shape and order of axes.
 
@@ -98,11 +111,11 @@ def static(
     stored = stored_shape(shape, axes)
     if of.view is not None:
         more = 0 if rank is None else max(0, rank - len(of.view))
-        return Static(of, 0, order, False, stored[more:], shape, axes)
+        return Static(of, 0, order, False, stored[more:], shape, axes, whole)
     is_scalar = not shape or rank == len(shape) + 1
     length = 1 if is_scalar else stored[-1]
     unused = _capacity(of, line_size_bytes(length, of.bits, of.store)) - length
-    return Static(of, unused, order, is_scalar, None, shape, axes)
+    return Static(of, unused, order, is_scalar, None, shape, axes, whole)
 
 
 def _device_of(data: Any) -> str:
@@ -114,7 +127,12 @@ def _flatten(q: QTensor) -> tuple[tuple[Any, ...], Static]:
     arrays = (q.data, q.scales, q.tensor_scale, q.offsets, q.table, q.groups)
     lines = getattr(q.data, "shape", None)
     rank = len(lines) if isinstance(lines, tuple) else None
-    return arrays, static(q.scheme, q.shape, q.axes, rank)
+    whole = q._unchecked.args[0].uncut if q._unchecked is not None and _in_shard_map() else None
+    return arrays, static(q.scheme, q.shape, q.axes, rank, whole)
+
+
+def _in_shard_map() -> bool:
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _flatten_with_keys(q: QTensor) -> tuple[Any, Static]:
@@ -130,10 +148,61 @@ def _wraps_numpy(cls: type) -> bool:
 
 
 def _unflatten(described: Static, arrays: Any) -> QTensor:
-    """JAX also passes placeholders instead of arrays, so nothing is validated here."""
+    """JAX also passes placeholders instead of arrays: what is used is checked then."""
     *parts, groups = (jax.numpy.asarray(x) if _wraps_numpy(x.__class__) else x for x in arrays)
     shape, axes = described.extents(parts[0])
-    return from_fields(described.scheme, shape, *parts, axes, _device_of(parts[0]), groups)
+    made = from_fields(described.scheme, shape, *parts, axes, _device_of(parts[0]), groups)
+    object.__setattr__(made, "_unchecked", partial(_is_checked, described))
+    return made
+
+
+# -- tensors made of leaves, checked at their first use -------------------------------------------
+
+
+def _is_checked(described: Static, q: QTensor) -> bool:
+    """Whether ``q`` has arrays to look at, which then are those of a tensor. Raises InvalidTensor.
+
+    Those of a stack are looked at tensor by tensor, where it is decoded.
+    """
+    if find_backend(q.data) is None or q.data.dtype == jax.dtypes.float0 or q.is_stack:
+        return False
+    if q.groups is None:
+        validate(q)
+    else:
+        _check_grouped(q)
+    if _in_shard_map():
+        _check_shard(q, described.uncut)
+    return True
+
+
+def _check_grouped(q: QTensor) -> None:
+    """A shard with a group map has the scales of all groups, so their columns can be any."""
+    lines = {"scales": q.scales, "offsets": q.offsets}
+    wanted = q.scheme.scale_shape(q.stored_shape)[:-1]
+    for name, part in lines.items():
+        if part is not None and tuple(part.shape[:-1]) != wanted:
+            _refuse(q, name, f"of shape {(*wanted, ...)}", tuple(part.shape))
+    if q.groups is not None and tuple(q.groups.shape) != q.stored_shape[-1:]:
+        _refuse(q, "groups", f"of shape {q.stored_shape[-1:]}", tuple(q.groups.shape))
+
+
+def _check_shard(q: QTensor, whole: tuple[int, ...]) -> None:
+    """What shard_map cut inside a block can have as many scales as it has blocks, but others'."""
+    rank = min(len(whole), q.ndim)  # blocks are of trailing axes; scan and vmap take leading ones
+    whole, here = whole[len(whole) - rank :], q.stored_shape[q.ndim - rank :]
+    for axis, (extent, piece) in enumerate(zip(whole, here, strict=True)):
+        if not 0 < piece < extent or (extent % piece and axis < rank - 1):
+            continue  # not cut, or not by shard_map
+        reason = why_not_split(q.scheme, whole, axis, extent // piece)
+        if reason is None and extent % piece:
+            reason = f"{extent} elements are no multiple of {piece}"
+        if reason is not None:
+            wanted = f"split at edges of blocks and words along stored axis {axis} of {whole}"
+            _refuse(q, "data", wanted, f"{piece} of {extent} elements: {reason}")
+
+
+def _refuse(q: QTensor, part: str, wanted: str, got: Any) -> None:
+    raise InvalidTensor(part=part, scheme=str(q.scheme), shape=q.shape, wanted=wanted, got=got)
 
 
 # -- in files of jax.export -------------------------------------------------------------------
