@@ -45,6 +45,8 @@ inline u32 __funnelshift_r(u32 low, u32 high, int s) { return low >> s | high <<
 inline float normal(float x) { return fabsf(x) < 1.1754943508222875e-38f ? copysignf(0, x) : x; }
 inline float times(float a, float b) { return normal(normal(a) * normal(b)); }
 inline float plus(float a, float b) { return normal(normal(a) + normal(b)); }
+inline float larger(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+inline float smaller(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
 inline float of_f16(u16 bits) {
   const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
   const float size = exponent == 31 ? (mantissa ? NAN : INFINITY)
@@ -70,8 +72,8 @@ u32 picked(u32 a, u32 b, Pick first) {
   for (int i = 0; i < 2; i++) d |= ((first(half_of(a, i), half_of(b, i)) ? a : b) >> 16 * i & 0xFFFF) << 16 * i;
   return d;
 }
-inline u32 larger2(u32 a, u32 b) { return picked(a, b, [](float x, float y) { return x > y; }); }
-inline u32 smaller2(u32 a, u32 b) { return picked(a, b, [](float x, float y) { return x < y; }); }
+inline u32 larger2(u32 a, u32 b) { return picked(a, b, [](float x, float y) { return x != x || x > y; }); }
+inline u32 smaller2(u32 a, u32 b) { return picked(a, b, [](float x, float y) { return x != x || x < y; }); }
 inline u32 fp8_pair(float, float) { return 0; }
 
 // -- threads --------------------------------------------------------------------------------------

@@ -205,6 +205,55 @@ def test_quantize(scheme: str, nonfinite: str, encoder: Any) -> None:
         assert not conform._parts_differ(got, wanted), each.what
 
 
+@needs_triton
+@cuda_host.needs_compiler
+@pytest.mark.parametrize("scheme", ["fp8-128x128", "q4s/2x16:f16", "u4/4x32:f16-zero:u4"])
+def test_blocks_of_several_lines_in_one_pass(scheme: str, encoder: Any) -> None:
+    made = as_scheme(scheme)
+    for shape in ((2, 150, 300), (128, 256)):
+        given = conform._input(made, shape, "normal", "float32")
+        with np.errstate(all="ignore"):
+            wanted = pq.quantize(given.values, made)
+        x = torch.from_numpy(np.array(given.values)).to(DEVICE.partition(":")[2])
+        assert not conform._parts_differ(encoder.run(x, made, "minmax"), wanted), shape
+
+
+@needs_triton
+@cuda_host.needs_compiler
+@pytest.mark.parametrize(
+    "scheme",
+    ["q4s-32", "nvfp4", "fp8-128x128", "u4/32:f16+bias:f16", "q8s-tensor", "q4s/16:(q8s/32:f16)",
+     "q4s/*x1:f16", "u4[custom]/8:f32", "q8s/2x3x8:f16"],
+)  # fmt: skip
+def test_what_kernels_see_of_values(scheme: str, encoder: Any) -> None:
+    made = as_scheme(scheme)
+    given = conform._input(made, (2, 5, 40), "normal", "float32")
+    table = None if given.table is None else torch.from_numpy(given.table)
+    table = table if table is None else table.to(DEVICE.partition(":")[2])
+    kinds = (torch.float32, torch.bfloat16) if IS_GPU else (torch.bfloat16,)
+    for kind in kinds:
+        x = torch.from_numpy(np.array(given.values)).to(DEVICE.partition(":")[2], kind)
+        q, seen = encoder.looks(x, made, "minmax", table=table)
+        assert seen.is_finite
+        expected = encoder.run(x, made, "minmax", table=table)
+        assert not conform._parts_differ(q.to("numpy"), expected.to("numpy"))
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            for at in ((0, 0, 0), (1, 4, 39), (1, 2, 17)):
+                broken = x.clone()
+                broken[at] = bad
+                assert not encoder.looks(broken, made, "minmax", table=table)[1].is_finite
+
+
+@needs_triton
+@cuda_host.needs_compiler
+def test_scales_that_may_be_too_large_for_their_block_are_seen(encoder: Any) -> None:
+    x = torch.ones(2, 64, device=DEVICE.partition(":")[2])
+    assert not encoder.looks(x, as_scheme("q4s-32"), "minmax")[1].may_be_dead
+    x[1, :32] = 1e-9
+    assert encoder.looks(x, as_scheme("q4s-32"), "minmax")[1].may_be_dead
+    assert not encoder.looks(x, as_scheme("mxfp4"), "minmax")[1].may_be_dead
+
+
 @needs_gpu
 @pytest.mark.parametrize(
     "scheme", ["q4s-32", "q8s-row", "nvfp4", "fp8-128x128", "u4/64:f16-zero:u4"]

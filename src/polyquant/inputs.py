@@ -81,6 +81,8 @@ def check_values(x: Array, asked: str | None, owner: Backend) -> str:
             raise InvalidArgument(name="nonfinite", wanted=wanted, got=asked)
         return "saturate"
     nonfinite = asked or "raise"
+    if nonfinite == "saturate":
+        return nonfinite
     if all_finite(x, owner):
         return nonfinite
     xp = namespace(x)
@@ -95,7 +97,7 @@ def check_values(x: Array, asked: str | None, owner: Backend) -> str:
             finite = known(xp.all(xp.isfinite(part)))
             if finite is None:
                 return "saturate"
-            if nonfinite == "raise" and not finite:
+            if not finite:
                 _refuse_nonfinite(owner.to_host(x))
     return nonfinite
 

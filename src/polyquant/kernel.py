@@ -45,6 +45,14 @@ class Problem(NamedTuple):
         return f"{self.op} of {operands} on {self.device_kind}{size}{option}{watched}"
 
 
+class Seen(NamedTuple):
+    """What a kernel saw of the values that it quantized by their ranges."""
+
+    is_finite: bool
+    may_be_dead: bool
+    """Whether a block may be zero because no scale of its type is small enough."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One way to compute one op: its dotted name, when it cannot run, and how it runs.
@@ -52,7 +60,8 @@ class Kernel:
     ``run`` takes the op's operands and keywords; a kernel of "quantize" takes the array, the
     scheme and the calibration. ``declines`` is the kernel's own answer. Schemes with ``extras`` are
     declined for it, unless it says that it ``takes_extras``. ``entering``: a dtype as precise as
-    its multiplier and sums, where that is not the float operand's.
+    its multiplier and sums, where that is not the float operand's. ``looks``, of "quantize":
+    ``run`` of values that nobody looked at, under "minmax" and "raise"; it returns ``Seen`` too.
     """
 
     name: str
@@ -61,6 +70,7 @@ class Kernel:
     run: Callable[..., Any]
     takes_extras: bool = False
     entering: str | None = None
+    looks: Callable[..., Any] | None = None
 
     def why_not(self, problem: Problem) -> str | None:
         """Why it cannot run a problem, or None when it can."""

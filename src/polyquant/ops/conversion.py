@@ -104,7 +104,15 @@ def quantize_plain(
         wanted = "'minmax', or 'signed_max' for scales with a sign, beside scales= of your own"
         raise InvalidArgument(name="calibration", wanted=wanted, got=calibration)
     check_nested_tables(made, name)
-    policy = check_values(x, nonfinite, owner)
+    is_watched = owner.name == "jax" and owner.is_transformed(x)
+    facts = (x, owner.device_of(x), str(made))
+    problem = one_operand_problem("quantize", *facts, transformed=is_watched)
+    chosen = choose(owner.name, problem, kernel)
+    is_plain = name == "minmax" and scales is None and not isinstance(table, str)
+    is_seen = nonfinite != "saturate" and not owner.is_traced(x)
+    looks = chosen.looks if is_plain and is_seen else None
+    policy = "raise" if looks is not None else check_values(x, nonfinite, owner)
+    result: QTensor
     with np.errstate(all="ignore"):
         entries = table_beside(x, made, table, policy)
         if name != "signed_max":  # whose scales have the sign
@@ -116,12 +124,16 @@ def quantize_plain(
             raise ScaleArgument(
                 scheme=str(made), what="offsets", reason="offsets= goes with scales= of your own"
             )
-        is_watched = owner.name == "jax" and owner.is_transformed(x)
-        facts = (x, owner.device_of(x), str(made))
-        problem = one_operand_problem("quantize", *facts, transformed=is_watched)
-        chosen = choose(owner.name, problem, kernel)
-        method = name if argument is None else f"{name}:{argument}"
-        result: QTensor = chosen.run(x, made, method, params=given, table=entries, nonfinite=policy)
+        if looks is not None:
+            result, seen = looks(x, made, name, table=entries)
+            if not seen.is_finite:
+                check_values(x, nonfinite, owner)
+            if not seen.may_be_dead:
+                return result
+        else:
+            method = name if argument is None else f"{name}:{argument}"
+            options = {"params": given, "table": entries, "nonfinite": policy}
+            result = chosen.run(x, made, method, **options)
         _warn_of_dead_blocks(x, result, policy)
     return result
 

@@ -6,8 +6,9 @@
 // Given by -D: IN (the type of x), KIND, BITS, MANTISSA, TOP (of a minifloat), LOW and HIGH (of an
 // integer), BYTE (one code a byte), SCALE, OFFSET, OFFSET_TYPE, OFFSET_TOP (of integer zeros),
 // CODES (whether they are wanted), CALIBRATES, SATURATES, GROUP (lanes a block, a power of two; 0: a
-// block of threads; without CALIBRATES nothing), RUNS (of a lane), THREADS, WHOLE (every run is whole
-// and aligned), COPIES and DENSE (of a table), BOUNDED (no number is far beyond its ends).
+// block of threads; without CALIBRATES nothing), ACROSS (of those the lanes of a line; 0: a block is
+// in one line), RUNS (of a lane), THREADS, WHOLE (every run is whole and aligned), COPIES and DENSE
+// (of a table), BOUNDED (no number is far beyond its ends).
 
 enum { INTEGER = 0, MINIFLOAT = 1, LOOKUP = 2 };
 enum { F32_T = 0, F16_T = 1, BF16_T = 2, UE8M0_T = 3, UE4M3_T = 4, U8_T = 5 };
@@ -27,6 +28,7 @@ struct Operands {
   const float* tensor_scale;
   const float2* steps;  // a table's: of each of its intervals the edge in it, and the codes around it
   u32* work;            // of `largest`: the largest yet, and how many blocks of threads are done
+  u32* seen;            // null, or what is set to 1 by NaN or infinity, and by the smallest scale
   float range;          // what a block's range is divided by
   float by, most;       // intervals are 1 / by wide, from -most to most
   float scale_max;      // of two levels, where the upper one is wanted: the largest scale
@@ -99,8 +101,12 @@ struct Range {
   float high = HOLDS_ZERO ? 0.0f : __uint_as_float(0xFF800000);
 
   __device__ __forceinline__ void join(float other_low, float other_high) {
-    if constexpr (OFFSET != NO_OFFSET) low = fminf(low, other_low);
-    high = fmaxf(high, other_high);
+    if constexpr (OFFSET != NO_OFFSET) low = smaller(low, other_low);
+    high = larger(high, other_high);
+  }
+  // Of all values: NaN and infinities are among the ends.
+  __device__ __forceinline__ bool is_finite() const {
+    return high <= MAX && (OFFSET == NO_OFFSET || low >= -MAX);
   }
   __device__ __forceinline__ void exchange(int lanes) {
 #pragma unroll
@@ -216,12 +222,15 @@ __device__ __forceinline__ Factors factors(const Operands& p, u32 bits, float of
 
 // The scale and offset of a range, stored by the lane that leads.
 __device__ __forceinline__ Factors calibrated(const Operands& p, Range range, u32 block, bool leads) {
+  if (p.seen && leads && !range.is_finite()) p.seen[0] = 1;
   const float low = flush(range.low), high = flush(range.high);
   const float width = OFFSET == NO_OFFSET ? high : fminf(fmaxf(__fsub_rn(high, low), 0.0f), MAX);
   float ideal = __fdiv_rn(width, p.range);
   if (p.tensor_scale) ideal = __fdiv_rn(flush(ideal), *p.tensor_scale);
   const u32 bits = rounded_up(flush(ideal));
   if (leads) store_bits<SCALE>(p.scales, block, bits);
+  if constexpr (SCALE == F16_T || SCALE == UE4M3_T)
+    if (p.seen && leads && bits == 1) p.seen[1] = 1;
   float offset = 0;
   if constexpr (OFFSET != NO_OFFSET) {
     offset = low;
@@ -381,6 +390,12 @@ struct Place {
     }
     const u32 i = (here * RUNS + r) * THREADS + threadIdx.x, group = max(GROUP, 1);
     const u32 j = GROUP ? i % group : r * THREADS + threadIdx.x, block = GROUP ? i / group : here;
+    if constexpr (ACROSS != 0) {
+      const u32 row = block / p.count, first = row % p.c2 * p.e2, down = j / ACROSS, along = j % ACROSS;
+      const bool inside = block < p.blocks && along < p.group && down < min(p.e2, p.h2 - first);
+      const u32 line = row / p.c2 * p.h2 + first + down;
+      return {Run(p, line, block % p.count, along, p.group, inside), block, inside && j == 0};
+    }
     const bool inside = block < p.blocks && j < p.group;
     const u32 line = WHOLE ? 0 : block / p.count, place = WHOLE ? block : block % p.count;
     return {Run(p, line, place, j, p.group, inside), block, inside && j == 0};
@@ -416,7 +431,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(const Operands p) {
 #pragma unroll
   for (int r = 0; r < RUNS; r++) {
     const Place place = Place::of(p, r);
-    if constexpr (!CALIBRATES) f = given(p, place.block);
+    if constexpr (!CALIBRATES) {
+      if (p.seen && !range_of(x[r], place.run.values).is_finite()) p.seen[0] = 1;
+      f = given(p, place.block);
+    }
     if constexpr (CALIBRATES && !TOGETHER) {
       Range range = range_of(x[r], place.run.values);
       range.exchange(GROUP);
@@ -472,6 +490,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) largest(const Operands p) 
   if (p.scale_max == 0) {
     calibrated(p, range, 0, true);
   } else {
+    if (p.seen && !range.is_finite()) p.seen[0] = 1;
     const float ideal = flush(__fdiv_rn(flush(range.high), p.range));
     *(float*)p.scales = fminf(fmaxf(__fdiv_rn(ideal, p.scale_max), TINY), MAX);
   }

@@ -17,6 +17,18 @@ __device__ __forceinline__ float plus(float a, float b) {
   return d;
 }
 
+// NaN where either is.
+__device__ __forceinline__ float larger(float a, float b) {
+  float d;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
+__device__ __forceinline__ float smaller(float a, float b) {
+  float d;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
+
 __device__ __forceinline__ float of_f16(u16 bits) {
   float d;
   asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(bits));
@@ -42,7 +54,7 @@ __device__ __forceinline__ float2 shared_pair(u32 address) {
   return d;
 }
 
-// Pairs of the input's type.
+// Pairs of the input's type, NaN where either is.
 #if IN == 1
 #define PAIR "f16x2"
 #else
@@ -50,12 +62,12 @@ __device__ __forceinline__ float2 shared_pair(u32 address) {
 #endif
 __device__ __forceinline__ u32 larger2(u32 a, u32 b) {
   u32 d;
-  asm("max." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  asm("max.NaN." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 __device__ __forceinline__ u32 smaller2(u32 a, u32 b) {
   u32 d;
-  asm("min." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  asm("min.NaN." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 

@@ -1,7 +1,8 @@
 """Quantizing in one pass by CUDA C++ (encode.cu): values are in registers when scales are known.
 
-"minmax" of blocks along the last axis finds scales and offsets in the kernel; whatever else
-calibrates, and whatever else blocks are, gives them first. Bit for bit what ``standard`` gives.
+"minmax" of blocks that a block of threads holds finds scales and offsets in the kernel; whatever
+else calibrates, and whatever else blocks are, gives them first. Bit for bit what ``standard``
+gives.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch
 from polyquant import calibrate, standard
 from polyquant.backends.torch.cuda import nvrtc
 from polyquant.backends.torch.cuda.decode import grid_of, leading
+from polyquant.backends.torch.cuda.kernels import why_not_encode
 from polyquant.codec import line_size_bytes
+from polyquant.kernel import Seen
 from polyquant.qtensor import QTensor
 from polyquant.scheme import OffsetKind, QuantScheme
 from polyquant.standard import Params
@@ -45,7 +48,7 @@ class _Operands(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("x", "codes", "scales", "offsets", "tensor_scale", "steps", "work")
+            for name in ("x", "codes", "scales", "offsets", "tensor_scale", "steps", "work", "seen")
         ),
         *((name, ctypes.c_float) for name in ("range", "by", "most", "scale_max")),
         *((name, ctypes.c_uint32) for name in ("intervals", "origin")),
@@ -65,18 +68,51 @@ def quantize(
     nonfinite: str = "raise",
 ) -> QTensor:
     """Quantize ``x`` (stored order); whatever else calibrates gives the parameters first."""
+    how = _How(table, nonfinite == "saturate", 0)
+    return _quantize(x, scheme, calibration, params, how)
+
+
+def quantize_and_look(
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    calibration: str,
+    *,
+    table: torch.Tensor | None = None,
+) -> tuple[QTensor, Seen]:
+    """The same of values that may not be finite: it waits, and says what the kernels saw."""
+    # Memory of the host that kernels write to: nothing is to be copied back.
+    flags = torch.zeros(2, dtype=torch.int32, pin_memory=x.is_cuda)
+    q = _quantize(x, scheme, calibration, None, _How(table, False, flags.data_ptr()))
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()
+    is_bad, has_smallest = flags.tolist()
+    return q, Seen(not is_bad, bool(has_smallest) or scheme.table == CUSTOM)
+
+
+class _How(NamedTuple):
+    """What all kernels of a call are told: a table, the rule, and where flags are (0: nowhere)."""
+
+    table: torch.Tensor | None
+    saturates: bool
+    flags: int
+
+
+def _quantize(
+    x: torch.Tensor, scheme: QuantScheme, calibration: str, params: Params | None, how: _How
+) -> QTensor:
     name, argument = calibrate.check(calibration, scheme)
     values = (x.to(torch.float32) if x.dtype is torch.float64 else x).contiguous()
-    shape, saturates = tuple(x.shape), nonfinite == "saturate"
+    shape = tuple(x.shape)
     stride = line_size_bytes(shape[-1] if shape else 1, scheme.bits, scheme.store)
     data = torch.empty((*shape[:-1], stride), dtype=torch.uint8, device=x.device)
     finds = False
     if params is None and name == "minmax" and scheme.table != CUSTOM and data.numel():
-        params, finds = _minmax(values, scheme, table, saturates)
+        params, finds = _minmax(values, scheme, how)
     if params is None:
-        params = calibrate.METHODS[name][0](x, scheme, table, nonfinite, argument)
+        rule = "saturate" if how.saturates else "raise"
+        params = calibrate.METHODS[name][0](x, scheme, how.table, rule, argument)
     if data.numel():
-        _encode(values, scheme, params, data, saturates, finds=finds)
+        _encode(values, scheme, params, data, how, finds=finds)
     return QTensor(
         scheme,
         shape,
@@ -92,75 +128,105 @@ def quantize(
 # -- ranges -----------------------------------------------------------------------------------
 
 
-def _minmax(
-    x: torch.Tensor, scheme: QuantScheme, table: torch.Tensor | None, saturates: bool
-) -> tuple[Params | None, bool]:
+def _minmax(x: torch.Tensor, scheme: QuantScheme, how: _How) -> tuple[Params | None, bool]:
     """The parameters (None: no kernel finds them), and whether they come with the codes."""
     if scheme.offset is not None and scheme.tensor_scale is not None:
         return None, False
+    is_nested = isinstance(scheme.scale, QuantScheme)
+    if is_nested and scheme.offset is not None and scheme.offset.kind is not OffsetKind.BIAS:
+        return None, False  # zero points follow from scales as they are stored
     shape = tuple(x.shape) or (1,)
-    extents, kind = scheme.block_extents(shape), _KINDS[x.dtype]
-    in_lines = scheme.block is not None and math.prod(extents[:-1]) == 1
-    in_lines = in_lines and extents[-1] <= _per_run(kind) * ROW_RUNS * _MOST_THREADS
-    inner = (scheme.scale, None if scheme.offset is None else scheme.offset.dtype)
-    if not any(isinstance(each, QuantScheme) for each in inner):
-        if in_lines:
-            return _empty(x, scheme, table, saturates), True
-        if scheme.block is None and scheme.offset is None:
-            params = _empty(x, scheme, table, saturates)
-            _largest(x, scheme, params.scales, saturates)
-            return params, False
-        if scheme.block is not None and len(scheme.block) == 2 and extents[-1] <= 256:
-            params = _empty(x, scheme, table, saturates)
-            _calibrate(x, scheme, params, saturates)
-            return params, False
-    elif in_lines and scheme.offset is None:
-        ideal = torch.empty(scheme.scale_shape(tuple(x.shape)), device=x.device)
-        _encode(x, scheme, Params(ideal, None, None, None), None, saturates, finds=True)
-        return standard.params_of(scheme, ideal, None, table), False
-    return None, False
+    holds = _holds(scheme, shape, _KINDS[x.dtype])
+    if scheme.block is None:
+        if not holds and (scheme.offset is not None or is_nested):
+            return None, False
+    elif not holds and not (len(scheme.block) == 2 and scheme.block_extents(shape)[-1] <= 256):
+        return None, False
+    params = _empty(x, scheme, how)
+    is_nested = is_nested or _is_quantized_offset(scheme)
+    if holds:
+        if not is_nested:
+            return params, True
+        _encode(x, scheme, params, None, how, finds=True)
+    elif scheme.block is None:
+        _largest(x, scheme, params.scales, how)
+    else:
+        _calibrate(x, scheme, params, how)
+    return (_nested(scheme, params) if is_nested else params), False
 
 
-def _empty(
-    x: torch.Tensor, scheme: QuantScheme, table: torch.Tensor | None, saturates: bool
-) -> Params:
+def _holds(scheme: QuantScheme, shape: tuple[int, ...], kind: int) -> bool:
+    """Whether a block of threads, or some lanes of it, hold a block's values."""
+    if scheme.block is None:
+        return False
+    *outer, height, extent = (1, *scheme.block_extents(shape))
+    per = _per_run(kind)
+    if math.prod(outer) != 1 or (height > 1 and extent < per):
+        return False
+    return height * -(-extent // per) <= ROW_RUNS * _MOST_THREADS
+
+
+def _is_quantized_offset(scheme: QuantScheme) -> bool:
+    return scheme.offset is not None and isinstance(scheme.offset.dtype, QuantScheme)
+
+
+def _nested(scheme: QuantScheme, params: Params) -> Params:
+    """Parameters with those quantized, float32 so far, that the scheme has quantized."""
+    scales = _quantized(params.scales, scheme.scale)
+    if scheme.offset is None:
+        return params._replace(scales=scales)
+    return params._replace(scales=scales, offsets=_quantized(params.offsets, scheme.offset.dtype))
+
+
+def _quantized(numbers: Any, stored: Any) -> Any:
+    """Scales or offsets as they are stored."""
+    if not isinstance(stored, QuantScheme):
+        return numbers
+    if why_not_encode(stored) is not None:
+        return standard.quantize_grid(numbers, stored)
+    return quantize(numbers, stored, "minmax", table=standard.named_constant(numbers, stored))
+
+
+def _empty(x: torch.Tensor, scheme: QuantScheme, how: _How) -> Params:
     """Where a kernel puts scales and offsets; with two levels, the tensor's scale."""
     grid, device = scheme.scale_shape(tuple(x.shape)), x.device
     scales = torch.empty(grid, dtype=_storage(scheme.scale), device=device)
     whole = offsets = None
     if scheme.tensor_scale is not None:
         whole = torch.empty((), dtype=torch.float32, device=device)
-        _largest(x, scheme, whole, saturates)
+        _largest(x, scheme, whole, how)
     if scheme.offset is not None:
         offsets = torch.empty(grid, dtype=_storage(scheme.offset.dtype), device=device)
-    return Params(scales, whole, offsets, table)
+    return Params(scales, whole, offsets, how.table)
 
 
 def _storage(kind: Any) -> torch.dtype:
-    """The dtype that holds scales, or offsets."""
+    """The dtype in which a kernel gives scales, or offsets: float32 of those that are quantized."""
+    if isinstance(kind, QuantScheme):
+        return torch.float32
     name = kind.storage if isinstance(kind, ScaleDtype) else "uint8"
     found: torch.dtype = getattr(torch, name)
     return found
 
 
-def _largest(x: torch.Tensor, scheme: QuantScheme, scale: torch.Tensor, saturates: bool) -> None:
+def _largest(x: torch.Tensor, scheme: QuantScheme, scale: torch.Tensor, how: _How) -> None:
     """The scale of the whole tensor; of two levels the upper one."""
     kind, size = _KINDS[x.dtype], x.numel()
     work = torch.zeros(2, dtype=torch.int32, device=x.device)
     given = _Operands(
-        x=x.data_ptr(), scales=scale.data_ptr(), work=work.data_ptr(), range=_range(scheme),
-        length=size, extent=size, count=1,
+        x=x.data_ptr(), scales=scale.data_ptr(), work=work.data_ptr(), seen=how.flags or None,
+        range=_range(scheme), length=size, extent=size, count=1,
     )  # fmt: skip
     if scheme.tensor_scale is not None:
         given.scale_max = ScaleDtype(str(scheme.scale)).max
     whole = size % _per_run(kind) == 0 and x.data_ptr() % 16 == 0
-    options = _options(scheme, kind=kind, saturates=saturates, whole=whole, runs=_AHEAD)
+    options = _options(scheme, kind=kind, saturates=how.saturates, whole=whole, runs=_AHEAD)
     blocks = min(_BLOCKS, -(-size // (_per_run(kind) * THREADS)))
     _launch("largest", options, x, given, blocks)
 
 
-def _calibrate(x: torch.Tensor, scheme: QuantScheme, params: Params, saturates: bool) -> None:
-    """The scales and offsets of blocks of several lines."""
+def _calibrate(x: torch.Tensor, scheme: QuantScheme, params: Params, how: _How) -> None:
+    """The scales and offsets of blocks of so many lines that none holds their values."""
     shape, kind = tuple(x.shape), _KINDS[x.dtype]
     height, extent = scheme.block_extents(shape)[-2:]
     rows, count = scheme.scale_shape(shape)[-2:]
@@ -173,9 +239,9 @@ def _calibrate(x: torch.Tensor, scheme: QuantScheme, params: Params, saturates: 
         range=_range(scheme), blocks=lines * rows * count, count=count, group=runs, tiles=tiles,
         h2=shape[-2], e2=height, c2=rows, length=shape[-1], extent=extent,
     )  # fmt: skip
-    _point(given, x, params)
+    _point(given, x, params, how)
     facts: dict[str, Any] = {"group": group, "runs": _AHEAD}
-    options = _options(scheme, kind=kind, saturates=saturates, whole=whole, **facts)
+    options = _options(scheme, kind=kind, saturates=how.saturates, whole=whole, **facts)
     _launch("calibrate", options, x, given, lines * rows * tiles)
 
 
@@ -195,13 +261,13 @@ def _encode(
     scheme: QuantScheme,
     params: Params,
     data: torch.Tensor | None,
-    saturates: bool,
+    how: _How,
     *,
     finds: bool,
 ) -> None:
     """Codes, and with ``finds`` scales and offsets; without ``data`` those alone."""
     aligned = x.data_ptr() % 16 == 0 and (data is None or data.data_ptr() % 16 == 0)
-    flags = (finds, data is not None, saturates, aligned)
+    flags = (finds, data is not None, how.saturates, aligned)
     call = _call(scheme, tuple(x.shape) or (1,), _KINDS[x.dtype], *flags)
     options, given = call.options, _Operands.from_buffer_copy(call.operands)
     shared = 0
@@ -214,7 +280,7 @@ def _encode(
         given.origin = 8 * found.copies * (given.intervals // 2 - 0x4B400000) % 2**32
         shared = 8 * given.intervals * found.copies
     grids = [grid_of(part) for part in (params.scales, params.offsets)]
-    _point(given, x, params._replace(scales=grids[0], offsets=grids[1]))
+    _point(given, x, params._replace(scales=grids[0], offsets=grids[1]), how)
     given.codes = None if data is None else data.data_ptr()
     _launch("encode", options, x, given, call.blocks, call.threads, shared)
 
@@ -253,28 +319,35 @@ def _call(
     # The last block of a line takes its padding too.
     size = max(stride - (count - 1) * (extent * width // 8), (count > 1) * extent * width // 8)
     runs = -(-8 * size // (width * per))  # of a block
-    group, threads, each = _power(runs) if finds else 0, THREADS, RUNS
+    is_tall = finds and not in_lines
+    height, across = (extents[-2], _power(runs)) if is_tall else (1, 0)
+    group, threads, each = _power(runs) * _power(height) if finds else 0, THREADS, RUNS
     if group > 32:
-        group, each = 0, min(ROW_RUNS, -(-runs // 32))
-        threads = -(-runs // (32 * each)) * 32
+        group, across, each = 0, is_tall * runs, min(ROW_RUNS, -(-runs * height // 32))
+        threads = -(-runs * height // (32 * each)) * 32
     tiles = -(-runs * count // (threads * each))
     shift = runs.bit_length() - 1 if runs == _power(runs) else 32
     given = _Operands(
         range=_range(scheme), blocks=lines * count, count=count, group=runs, tiles=tiles,
         shift=shift, length=length, extent=extent, stride=stride,
     )  # fmt: skip
-    if not (is_one or in_lines):
+    if is_tall:
+        given.h2, given.e2, given.c2 = shape[-2], height, counts[-2]
+        given.blocks = math.prod(counts)
+    elif not (is_one or in_lines):
         axes = leading(shape[:-1], extents[:-1], counts[:-1])
         (_, given.e0, _), (given.h1, given.e1, given.c1), (given.h2, given.e2, given.c2) = axes
     blocks = lines * tiles
     if finds:
-        blocks = lines * count if not group else -(-lines * count * group // (threads * each))
-    whole = aligned and is_full and extent % per == 0 and group in (0, runs)
-    whole = whole and (is_one or (not finds and length % extent == 0))
+        blocks = given.blocks if not group else -(-given.blocks * group // (threads * each))
+    fits = across == runs if is_tall else group in (0, runs)
+    whole = aligned and is_full and extent % per == 0 and fits
+    whole = whole and (is_one or ((is_tall or not finds) and length % extent == 0))
     facts: dict[str, Any] = {
         "finds": finds,
         "codes": codes,
         "group": group,
+        "across": across,
         "runs": each,
         "threads": threads,
     }
@@ -301,13 +374,14 @@ def _options(
     finds: bool = True,
     codes: bool = False,
     group: int = 1,
+    across: int = 0,
     runs: int = 1,
     threads: int = THREADS,
 ) -> tuple[str, ...]:
     """What a kernel is compiled for."""
     found = _of_scheme(scheme) | {
         "IN": kind, "CODES": codes, "CALIBRATES": finds, "SATURATES": saturates, "WHOLE": whole,
-        "GROUP": group, "RUNS": runs, "THREADS": threads,
+        "GROUP": group, "ACROSS": across, "RUNS": runs, "THREADS": threads,
     }  # fmt: skip
     if not codes or found["KIND"] != 2:  # else the table says
         found |= {"COPIES": 1, "DENSE": 0}
@@ -344,8 +418,9 @@ def _of_scheme(scheme: QuantScheme) -> dict[str, Any]:
     return found
 
 
-def _point(given: _Operands, x: torch.Tensor, params: Params) -> None:
+def _point(given: _Operands, x: torch.Tensor, params: Params, how: _How) -> None:
     """Addresses of the arrays that every kernel takes."""
+    given.seen = how.flags or None
     arrays = {"x": x, **params._asdict()}
     for name in ("x", "scales", "tensor_scale", "offsets"):
         array = arrays[name]

@@ -102,13 +102,18 @@ def _why_not_quantize(problem: Problem) -> str | None:
     scheme = parse(problem.option) if problem.option else problem.a
     if not isinstance(scheme, QuantScheme):
         return _lacks_nvrtc()
+    return why_not_encode(scheme) or _lacks_nvrtc()
+
+
+def why_not_encode(scheme: QuantScheme) -> str | None:
+    """Why ``encode.cu`` makes no codes of a scheme, or None."""
     if scheme.extras:
         return f"it does not know {scheme.extras[0]}"
     extent = scheme.block[-1] if scheme.block is not None else -1
     width = 8 if scheme.store is QuantStore.NATIVE else scheme.bits
     if extent != -1 and extent * width % 8:
         return "its blocks must begin at whole bytes"
-    return _why_not_scheme(scheme) or _lacks_nvrtc()
+    return _why_not_scheme(scheme)
 
 
 def _why_not_cublas(problem: Problem) -> str | None:
@@ -179,6 +184,11 @@ def _quantize(x: Any, scheme: Any, calibration: str, **given: Any) -> Any:
         return _module("encode").quantize(x, scheme, calibration, **given)
 
 
+def _quantize_and_look(x: Any, scheme: Any, calibration: str, **given: Any) -> Any:
+    with _beside(x):
+        return _module("encode").quantize_and_look(x, scheme, calibration, **given)
+
+
 def _product(module: str, name: str) -> Callable[[Any, Any, Any], Any]:
     """A product of that name in a module that is imported when it runs."""
 
@@ -204,7 +214,9 @@ KERNELS = (
     Kernel("torch.triton.fp8", "matmul", _why_not_block_fp8, _BLOCKWISE, entering="float16"),
     Kernel("torch.cublas.bf16", "matmul", _why_not_bf16, _product("paired", "matmul_bf16")),
     Kernel("torch.triton.cublas", "matmul", _why_not_cublas, _product("products", "matmul")),
-    Kernel("torch.nvrtc.quantize", "quantize", _why_not_quantize, _quantize),
+    Kernel(
+        "torch.nvrtc.quantize", "quantize", _why_not_quantize, _quantize, looks=_quantize_and_look
+    ),
     Kernel("torch.triton.dequantize", "dequantize", _why_not_dequantize, _dequantize),
     Kernel("torch.triton.embedding", "embedding", _why_not_embedding, _embedding),
 )
