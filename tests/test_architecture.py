@@ -61,7 +61,7 @@ LIBRARIES = {
     "jax": ("backends/jax/", "jax/"),
     "jaxlib": ("backends/jax/",),
     "triton": ("backends/torch/cuda/",),
-    "cuda": ("backends/torch/cuda/",),
+    "cuda": ("backends/nvidia/", "backends/torch/cuda/"),
     "matplotlib": ("report/",),
 }
 

@@ -102,7 +102,7 @@ def test_what_has_no_tiles_is_not_tuned() -> None:
 
 
 def test_tiles_come_from_the_nearest_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = import_module("polyquant.backends.torch.cuda.tiles")
+    tiles = import_module("polyquant.backends.nvidia.tiles")
     one = tiles.Row(0, 4, 4096, 4096, 1, tiles.Tiles(1, 1, 2, 4, 1, 2, 512), 5.0)
     rows = (
         one,
@@ -120,7 +120,7 @@ def test_tiles_come_from_the_nearest_measurement(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_committed_table_has_tiles_for_every_number_of_rows() -> None:
-    tiles = import_module("polyquant.backends.torch.cuda.tiles")
+    tiles = import_module("polyquant.backends.nvidia.tiles")
     found = json.loads(tiles.COMMITTED.read_text(encoding="utf-8"))
     rows = [tiles.row_of(row) for row in found["rows"]]
     assert {row.columns for row in rows} >= {1, 8, 64, 256}
@@ -374,7 +374,8 @@ def test_every_number_of_rows() -> None:
 @pytest.mark.parametrize("scheme", ["q4s", "nf4", "nvfp4", "q8s-32", "u4/32:f16-zero:u4"])
 def test_every_way_to_cut_a_product(scheme: str) -> None:
     """Tiles that the table may choose, on extents that are no multiples of any."""
-    from polyquant.backends.torch.cuda import mma, tiles
+    from polyquant.backends.nvidia import tiles
+    from polyquant.backends.torch.cuda import mma
 
     torch.manual_seed(8)
     for n, k in ((300, 1056), (64, 4096)):

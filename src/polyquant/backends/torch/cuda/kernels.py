@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from polyquant.backends.torch.cuda import pairing, schemes
+from polyquant.backends.nvidia import schemes
+from polyquant.backends.torch.cuda import pairing
 from polyquant.kernel import Kernel, Problem
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme, parse

@@ -1,16 +1,16 @@
-"""CUDA C++ compiled at run time for the GPU at hand, and launched on torch's stream."""
+"""Kernels in CUDA C++ loaded on torch's devices, and launched on its stream."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
-from cuda.bindings import driver, nvrtc
+from cuda.bindings import driver
 
-from polyquant.backends.nvidia import SOURCES
-from polyquant.errors import BackendMissing
+from polyquant.backends.nvidia import Gpu
+from polyquant.backends.nvidia.compiling import answer_of, compiled, fail
 
 
 class Function(NamedTuple):
@@ -38,35 +38,23 @@ def load(
 
     Raises BackendMissing with the compiler's words where it fails.
     """
-    cubin = _compile(sources, options, torch.cuda.get_device_capability(device), before)
+    cubin = compiled(sources, options, torch.cuda.get_device_capability(device), before)
     with torch.cuda.device(device):
         _enter(device)
-        module = _ask(driver.cuModuleLoadData(cubin))
-        handle = _ask(driver.cuModuleGetFunction(module, name.encode()))
+        module = answer_of(driver.cuModuleLoadData(cubin))
+        handle = answer_of(driver.cuModuleGetFunction(module, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _ask(driver.cuFuncSetAttribute(handle, attribute, shared_bytes))
+        answer_of(driver.cuFuncSetAttribute(handle, attribute, shared_bytes))
     return Function(int(handle), threads, shared_bytes, device)
 
 
-@lru_cache(maxsize=512)
-def _compile(
-    sources: tuple[str, ...], options: tuple[str, ...], capability: tuple[int, int], before: str
-) -> bytes:
-    source = sources[-1]
-    text = b"".join([before.encode(), *((SOURCES / each).read_bytes() for each in sources)])
-    own = "a" if capability == (9, 0) else ""  # Hopper's own instructions, wgmma among them
-    target = f"--gpu-architecture=sm_{capability[0]}{capability[1]}{own}"
-    flags = [target, "--std=c++17", "-default-device", *(f"-D{each}" for each in options)]
-    program = _ask(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * _ask(nvrtc.nvrtcGetProgramLogSize(program))
-        _ask(nvrtc.nvrtcGetProgramLog(program, log))
-        _fail(f"{source} {' '.join(flags)}: {log.decode()}")
-    cubin: bytes = b" " * _ask(nvrtc.nvrtcGetCUBINSize(program))
-    _ask(nvrtc.nvrtcGetCUBIN(program, cubin))
-    _ask(nvrtc.nvrtcDestroyProgram(program))
-    return cubin
+@lru_cache(maxsize=64)
+def gpu_of(device: int) -> Gpu:
+    """What plans ask of a device."""
+    found = torch.cuda.get_device_properties(device)
+    capability = torch.cuda.get_device_capability(device)
+    shared, processors = found.shared_memory_per_block_optin, found.multi_processor_count
+    return Gpu(found.name, capability, shared, processors)
 
 
 class _Attribute(ctypes.Structure):
@@ -149,7 +137,7 @@ def launch(
         _enter(function.device)
         status = _launcher()(*given)
     if status:
-        _fail(str(driver.CUresult(status)))
+        fail(str(driver.CUresult(status)))
 
 
 #: The handle of torch's current stream of a device. (``torch.cuda.current_stream`` takes ten times
@@ -189,29 +177,19 @@ def tiles_of_array(
     if answer[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
         _enter(torch.cuda.current_device())
         answer = driver.cuTensorMapEncodeTiled(*given)
-    made = _ask(answer)
+    made = answer_of(answer)
     return (ctypes.c_uint8 * 128).from_buffer_copy(ctypes.string_at(made.getPtr(), 128))
 
 
 @cache
 def _context(device: int) -> Any:
     """A device's primary context, which torch uses too; it is kept for as long as the process."""
-    return _ask(driver.cuDevicePrimaryCtxRetain(device))
+    return answer_of(driver.cuDevicePrimaryCtxRetain(device))
 
 
 def _enter(device: int) -> None:
     """Make the context current: a thread that has only asked torch so far has none."""
-    _ask(driver.cuCtxSetCurrent(_context(device)))
+    answer_of(driver.cuCtxSetCurrent(_context(device)))
 
 
-def _ask(answer: tuple[Any, ...]) -> Any:
-    """What a call answered besides its status. Raises BackendMissing for any but success."""
-    status, *found = answer
-    if status.value != 0:
-        _fail(str(status))
-    return found[0] if found else None
-
-
-def _fail(reason: str) -> NoReturn:
-    fix = "Name another kernel of pq.explain's list meanwhile, and report this"
-    raise BackendMissing(backend="NVRTC", reason=reason, fix=fix)
+_compile, _ask = compiled, answer_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyquant.backends.torch.cuda.schemes import why_not_codes
+from polyquant.backends.nvidia.schemes import why_not_codes
 from polyquant.kernel import Problem
 from polyquant.scheme import QuantScheme
 from polyquant.values import QuantMode, QuantValue, ScaleDtype

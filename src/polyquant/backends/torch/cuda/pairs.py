@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import torch
 
+from polyquant.backends.nvidia.planning import TABLE_BYTES, step_of
+from polyquant.backends.nvidia.schemes import LOOKUP, SIZES, block_of, kind_of, type_number
+from polyquant.backends.nvidia.tiles import less
 from polyquant.backends.torch.cuda import nvrtc
-from polyquant.backends.torch.cuda.mma import OUT, TABLE_BYTES, keep, launches_of, step_of
-from polyquant.backends.torch.cuda.schemes import LOOKUP, SIZES, block_of, kind_of, type_number
-from polyquant.backends.torch.cuda.tiles import less
+from polyquant.backends.torch.cuda.mma import OUT, keep, launches_of
 from polyquant.codec import line_size_bytes
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
@@ -181,10 +182,10 @@ def _plan(
     if cut is None:
         shorter = min((each for each in blocks if each), default=0)
         cut = cut_for(bits, m, is_int=is_int, is_table=number == LOOKUP, block=shorter)
-    if torch.cuda.get_device_capability(device) < (9, 0):
+    gpu = nvrtc.gpu_of(device)
+    if gpu.capability < (9, 0):
         cut = cut._replace(kc=1)  # clusters came with it
-    most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    most -= TABLE_BYTES if number == LOOKUP else 0
+    most = gpu.shared_bytes - (TABLE_BYTES if number == LOOKUP else 0)
     x_rows = 1 if m == 1 else 8 * cut.nt
     while True:
         copied = tuple(_scale_bytes(side, cut.chunk) for side in (x, w))

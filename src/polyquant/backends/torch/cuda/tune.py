@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from polyquant import standard
+from polyquant.backends.nvidia.schemes import kind_of
+from polyquant.backends.nvidia.tiles import Row, Tiles, candidates, own_path, table, tiles_of
 from polyquant.backends.torch.cuda import encode, mma
-from polyquant.backends.torch.cuda.schemes import kind_of
-from polyquant.backends.torch.cuda.tiles import Row, Tiles, candidates, own_path, table, tiles_of
 from polyquant.qtensor import QTensor
 from polyquant.scheme import scheme as as_scheme
 

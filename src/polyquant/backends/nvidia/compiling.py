@@ -1,0 +1,54 @@
+"""CUDA C++ compiled at run time for a GPU, by NVRTC."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from cuda.bindings import nvrtc
+
+from polyquant.backends.nvidia import SOURCES
+from polyquant.errors import BackendMissing
+
+
+@lru_cache(maxsize=512)
+def compiled(
+    sources: tuple[str, ...],
+    options: tuple[str, ...],
+    capability: tuple[int, int],
+    before: str = "",
+) -> bytes:
+    """Source files of this folder as machine code (a cubin), compiled with ``-D`` options.
+
+    ``before`` is more source, which stands before them. Raises BackendMissing with the compiler's
+    words where it fails.
+    """
+    source = sources[-1]
+    text = b"".join([before.encode(), *((SOURCES / each).read_bytes() for each in sources)])
+    own = "a" if capability == (9, 0) else ""  # Hopper's own instructions, wgmma among them
+    target = f"--gpu-architecture=sm_{capability[0]}{capability[1]}{own}"
+    flags = [target, "--std=c++17", "-default-device", *(f"-D{each}" for each in options)]
+    program = answer_of(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * answer_of(nvrtc.nvrtcGetProgramLogSize(program))
+        answer_of(nvrtc.nvrtcGetProgramLog(program, log))
+        fail(f"{source} {' '.join(flags)}: {log.decode()}")
+    cubin: bytes = b" " * answer_of(nvrtc.nvrtcGetCUBINSize(program))
+    answer_of(nvrtc.nvrtcGetCUBIN(program, cubin))
+    answer_of(nvrtc.nvrtcDestroyProgram(program))
+    return cubin
+
+
+def answer_of(answer: tuple[Any, ...]) -> Any:
+    """What a call answered besides its status. Raises BackendMissing for any but success."""
+    status, *found = answer
+    if status.value != 0:
+        fail(str(status))
+    return found[0] if found else None
+
+
+def fail(reason: str) -> NoReturn:
+    """Raises BackendMissing."""
+    fix = "Name another kernel of pq.explain's list meanwhile, and report this"
+    raise BackendMissing(backend="NVRTC", reason=reason, fix=fix)

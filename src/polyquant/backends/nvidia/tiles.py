@@ -1,0 +1,152 @@
+"""How a product is cut: a table that was measured, committed beside this file.
+
+``backends/torch/cuda/tune.py`` measures anew; what it saves for a GPU takes the place of the
+committed table.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+#: The table as it is committed: measured on the GPU that it names.
+COMMITTED = Path(__file__).with_name("tiles.json")
+
+
+class Tiles(NamedTuple):
+    """The tile sizes of mma.cu.
+
+    ``rt, nt``: tiles of 16 rows of the weight and of 8 rows of x that a warp holds. ``wn, wk``:
+    warps of a block of threads beside each other, and along k; ``kc``: blocks of threads of a
+    cluster, along k. ``stages, chunk``: how many copies are under way, and of how many values of k
+    each. ``wide``: wgmma.cu. ``blocks``: blocks of threads that a multiprocessor must
+    have registers for.
+    """
+
+    rt: int
+    nt: int
+    wn: int
+    wk: int
+    kc: int
+    stages: int
+    chunk: int
+    wide: int = 0
+    blocks: int = 1
+
+    @property
+    def by_warps(self) -> bool:
+        """Whether wgmma.cu's warps put out their own sums, and take one tile after the other."""
+        return bool(self.wide) and self.wk * self.kc == 1
+
+    def smaller(self) -> Tiles:
+        """The same with less shared memory; itself where there is nothing left to give up."""
+        return self._replace(**less(self.stages, self.chunk, self.wk))
+
+
+def less(stages: int, chunk: int, wk: int) -> dict[str, int]:
+    """The one of these that takes less shared memory next, by its name."""
+    if stages > 2:
+        return {"stages": stages - 1}
+    if chunk > 64:
+        return {"chunk": chunk // 2}
+    return {"wk": max(1, wk // 2)}
+
+
+class Row(NamedTuple):
+    """A measurement: the kind and bits of codes, extents, rows of x (planes counted), its tiles."""
+
+    kind: int
+    bits: int
+    n: int
+    k: int
+    columns: int
+    tiles: Tiles
+    time_us: float
+
+
+@lru_cache(maxsize=4096)
+def tiles_of(kind: int, bits: int, columns: int, n: int, k: int, gpu: str) -> Tiles:
+    """The tiles of the nearest measurement, with as many tiles of x as these rows need.
+
+    ``gpu``: its name.
+    """
+    rows = table(gpu)
+    most = next((c for c in sorted({r.columns for r in rows}) if c >= columns), 0)
+    most = most or max(r.columns for r in rows)
+
+    def distance(row: Row) -> tuple[int, int, float]:
+        far = abs(math.log2(row.n / max(n, 1))) + abs(math.log2(row.k / max(k, 1)))
+        return abs(row.bits - bits), int(row.kind != kind), far
+
+    found = min((row for row in rows if row.columns == most), key=distance).tiles
+    return found._replace(nt=min(found.nt, -(-columns // 8)))
+
+
+@lru_cache(maxsize=4096)
+def columns_of(bits: int, m: int, n: int, capability: tuple[int, int]) -> Tiles:
+    """The tiles of mma_n.cu: slices of k so many that the blocks of threads fill a GPU."""
+    across, nt = -(-n // 256), -(-m // 8)
+    kc = next(kc for kc in (8, 4, 2, 1) if kc == 1 or across * kc <= 264)
+    return Tiles(4, min(4, nt), 4, 1, kc if capability >= (9, 0) else 1, 4, 64)
+
+
+@lru_cache(maxsize=16)
+def table(gpu: str) -> tuple[Row, ...]:
+    """The rows that a GPU of that name chooses by: its own where one was tuned."""
+    own = own_path(gpu)
+    found = json.loads((own if own.exists() else COMMITTED).read_text(encoding="utf-8"))
+    return tuple(row_of(row) for row in found["rows"])
+
+
+def row_of(numbers: list[Any]) -> Row:
+    """A row as JSON holds it: a list, with its tiles as one."""
+    kind, bits, n, k, columns, tiles, time_us = numbers
+    return Row(kind, bits, n, k, columns, Tiles(*tiles), time_us)
+
+
+def own_path(name: str) -> Path:
+    """Where the measurements of a GPU of that name are kept: under PQ_CACHE, or ~/.cache."""
+    folder = os.environ.get("PQ_CACHE") or Path.home() / ".cache" / "polyquant"
+    return Path(folder) / f"tiles-{name.replace(' ', '-')}.json"
+
+
+def candidates(bits: int, columns: int) -> list[Tiles]:
+    """What is worth measuring for so many rows of x: the best of some thousand tried once."""
+    nt = -(-columns // 8)
+    long, short = (512, 256) if bits <= 4 else (256, 128)
+    half = short // 2
+    if nt == 1:
+        shapes = [
+            (1, 2, 4, 2, long, 2), (1, 2, 4, 3, short, 2), (2, 1, 8, 2, short, 1),
+            (2, 2, 4, 3, short, 1), (2, 2, 2, 3, short, 2), (1, 4, 2, 2, long, 1),
+            (2, 1, 4, 2, long, 1), (1, 2, 2, 3, long, 2), (1, 4, 4, 3, short, 1),
+            (2, 2, 4, 2, short, 2), (2, 1, 4, 3, short, 2), (2, 2, 4, 3, half, 2),
+            (1, 4, 4, 2, short, 2), (2, 4, 2, 2, short, 2),
+        ]  # fmt: skip
+        made = [Tiles(r, 1, wn, wk, 1, s, c, 0, b) for r, wn, wk, s, c, b in shapes]
+        return [*made, Tiles(2, 1, 2, 2, 2, 3, short)]
+    few = []
+    if nt == 2:
+        few = [(4, 1, 4, 1, 2, short), (2, 2, 2, 2, 2, short), (2, 2, 4, 1, 2, short),
+               (4, 1, 8, 1, 2, half), (2, 4, 2, 2, 3, short), (2, 2, 4, 1, 3, half),
+               (2, 4, 2, 1, 2, short)]  # fmt: skip
+    elif nt <= 8:
+        few = [(2, 2, 4, 1, 2, short), (2, 4, 2, 1, 2, short), (2, 2, 2, 2, 3, half),
+               (4, 1, 4, 1, 2, half), (1, 4, 2, 2, 3, half), (2, 4, 2, 2, 2, half),
+               (2, 2, 4, 1, 3, half), (2, 8, 1, 4, 3, half), (2, 4, 2, 1, 3, half)]  # fmt: skip
+    found = [Tiles(r, nt, wn, wk, kc, s, c) for r, wn, wk, kc, s, c in few]
+    if nt == 2:  # two blocks of threads beside each other: the next kernel's first ones, too
+        found += [tiles._replace(blocks=2) for tiles in found if tiles.rt == 2]
+    tall = []
+    if 2 < nt <= 8:
+        tall = [(4, 4, 1, 3, 1), (4, 4, 1, 2, 1), (4, 4, 2, 2, 1), (4, 2, 1, 4, 1), (4, 2, 2, 3, 2),
+                (8, 1, 2, 4, 1), (4, 1, 2, 4, 2), (8, 2, 2, 2, 1)]  # fmt: skip
+    elif nt <= 16:
+        tall = [(8, 1, 2, 4, 1), (4, 2, 1, 2, 1), (4, 2, 1, 3, 1), (4, 4, 1, 2, 1)]
+    elif nt > 16:
+        tall = [(8, 1, 2, 3, 1), (8, 1, 2, 4, 1), (8, 1, 1, 3, 1), (8, 1, 1, 4, 1)]
+    return found + [Tiles(1, min(nt, 32), wn, wk, kc, s, short, 1, b) for wn, wk, kc, s, b in tall]
