@@ -433,7 +433,9 @@ def _result(**changes: Any) -> Result:
 def _fake_conform(monkeypatch: Any, *results: Result) -> list[Any]:
     seen: list[Any] = []
 
-    def checks(device: str, *, quick: bool = False, schemes: Any = ()) -> Iterator[Result]:
+    def checks(
+        device: str, *, quick: bool = False, schemes: Any = (), jobs: int = 1
+    ) -> Iterator[Result]:
         seen.append((device, quick, list(schemes)))
         yield from results
 
@@ -468,6 +470,8 @@ def test_conform_quick_on_numpy() -> None:
     form = run_json("conform", "--quick", "--scheme", "nf4", "--scheme", "q5f/2x3x4:f16")
     assert {r["scheme"] for r in form["results"]} == {"u4[nf4]/64:f32", "q5f/2x3x4:f16"}
     assert form["failed"] == 0
+    more = ("--quick", "--scheme", "nf4", "--scheme", "q5f/2x3x4:f16", "--jobs", "2")
+    assert run_json("conform", *more) == form
     assert "unknown-scheme" in run("conform", "--scheme", "nf5", code=2).stderr
     assert run("conform", "--device", "torch:gpu", code=2).stdout == ""
 

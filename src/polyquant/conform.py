@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -180,28 +182,53 @@ class _Input(NamedTuple):
 
 
 def checks(
-    device: str, *, quick: bool = False, schemes: Iterable[QuantScheme | str] = ()
+    device: str,
+    *,
+    quick: bool = False,
+    schemes: Iterable[QuantScheme | str] = (),
+    jobs: int = 1,
 ) -> Iterator[Result]:
     """Run the suite on a device ("torch:cuda:0"), yielding each result as it is known.
 
     ``quick`` takes fewer schemes and sizes; ``schemes``, where there are any, stand in place of the
-    suite's own. Raises UnknownScheme, UnknownDevice, BackendMissing, and NoKernel for a device that
-    declines everything, of which nothing could be said.
+    suite's own. ``jobs`` processes share the schemes; the results and their order are the same. (A
+    script that asks for several does so under ``if __name__ == "__main__"``.) Raises UnknownScheme,
+    UnknownDevice, BackendMissing, and NoKernel for a device that declines everything, of which
+    nothing could be said.
     """
     chosen = [as_scheme(s) for s in schemes or (_QUICK if quick else (*PRESETS, *_FURTHER))]
     owner, device = backend_of_device(device)
     choose(owner.name, Problem("dequantize", device_kind(device), as_scheme("q4s")))
     held = held_dtypes(namespace(owner.from_host(np.zeros(1, np.float32), device)))
-    place = _Place(owner, device, tuple(name for name in _DTYPES if name in held))
-    for scheme in chosen:
-        for given in _inputs(scheme, place.dtypes, quick=quick):
-            wanted = given.reference()
-            yield from _quantize_checks(place, given, wanted)
-            kinds = ("float32",) if quick and given.what[:6] != "normal" else place.dtypes
-            yield from _dequantize_checks(place, given, wanted, kinds)
-            yield _transfer_check(place, given, wanted)
-        yield from _layout_checks(place, scheme, quick=quick)
-        yield from _product_checks(place, scheme, quick=quick)
+    dtypes = tuple(name for name in _DTYPES if name in held)
+    if jobs == 1:
+        for scheme in chosen:
+            yield from _checks_of(scheme, _Place(owner, device, dtypes), quick=quick)
+        return
+    # New processes: a copy of this one could not use what a library has opened of a GPU.
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        asked = [pool.submit(_listed, str(scheme), device, dtypes, quick) for scheme in chosen]
+        try:
+            for each in asked:
+                yield from each.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _listed(scheme: str, device: str, dtypes: tuple[str, ...], quick: bool) -> list[Result]:
+    place = _Place(backend_of_device(device)[0], device, dtypes)
+    return list(_checks_of(as_scheme(scheme), place, quick=quick))
+
+
+def _checks_of(scheme: QuantScheme, place: _Place, *, quick: bool) -> Iterator[Result]:
+    for given in _inputs(scheme, place.dtypes, quick=quick):
+        wanted = given.reference()
+        yield from _quantize_checks(place, given, wanted)
+        kinds = ("float32",) if quick and given.what[:6] != "normal" else place.dtypes
+        yield from _dequantize_checks(place, given, wanted, kinds)
+        yield _transfer_check(place, given, wanted)
+    yield from _layout_checks(place, scheme, quick=quick)
+    yield from _product_checks(place, scheme, quick=quick)
 
 
 def summary(results: Iterable[Result]) -> Summary:

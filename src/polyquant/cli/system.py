@@ -139,6 +139,7 @@ def conform(
         list[str] | None,
         typer.Option(help="A scheme to check in place of the suite's own; may be repeated."),
     ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the schemes.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Check a device against the numerical contract.
@@ -152,7 +153,7 @@ def conform(
     results: list[Result] = []
     with output.progress(in_bytes=False, quiet=as_json) as bar:
         task = bar.add_task(f"checking {device}", total=None)
-        for result in checks(device, quick=quick, schemes=scheme or ()):
+        for result in checks(device, quick=quick, schemes=scheme or (), jobs=jobs):
             results.append(result)
             bar.update(task, description=f"{result.name} {result.scheme}", completed=len(results))
     failed = [result for result in results if not result.passed]
