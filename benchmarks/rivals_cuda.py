@@ -133,7 +133,8 @@ def measure_pair(
 def _torch_product(left: str, a: Any, w: Any) -> Callable[[], Any]:
     """``a @ w`` by torch, of the same codes; scales as torch wants them (int8: none)."""
     if left == "q8s-row":
-        return lambda: torch._int_mm(a.data, w.data.mT)
+        x, b = a.data.view(torch.int8), w.data.view(torch.int8).mT
+        return lambda: torch._int_mm(x, b)
     x, b = a.data.view(torch.float8_e4m3fn), w.data.view(torch.float8_e4m3fn).mT
     one = torch.ones((), device=PLACE)
     scales = (one, one)
