@@ -334,6 +334,9 @@ def named_constant(like: Array, scheme: QuantScheme) -> Array | None:
     """The named table of a scheme as an array beside ``like``, or None."""
     if scheme.table is None or scheme.table == CUSTOM:
         return None
+    kept = backend_of(like).functions.get("named_table")
+    if kept is not None:
+        return kept(scheme.table, like)
     return constant(like, named_table(scheme.table).copy())
 
 

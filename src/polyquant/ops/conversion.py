@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from polyquant import calibrate, standard
-from polyquant.arrays import Array, backend_of, dtype, held_dtypes, known, namespace
+from polyquant.arrays import Array, Backend, backend_of, dtype, held_dtypes, known, namespace
 from polyquant.dispatch import choose, is_transformed, one_operand_problem
 from polyquant.errors import (
     DeadBlocksWarning,
@@ -26,6 +26,7 @@ from polyquant.inputs import (
     stored_params,
     table_beside,
 )
+from polyquant.kernel import Kernel
 from polyquant.ops.compiled import compiled, is_compiling
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
@@ -109,9 +110,8 @@ def quantize_plain(
     problem = one_operand_problem("quantize", *facts, transformed=is_watched)
     chosen = choose(owner.name, problem, kernel)
     is_plain = name == "minmax" and scales is None and not isinstance(table, str)
-    is_seen = nonfinite != "saturate" and not owner.is_traced(x)
-    looks = chosen.looks if is_plain and is_seen else None
-    policy = "raise" if looks is not None else check_values(x, nonfinite, owner)
+    looks = is_plain and nonfinite != "saturate" and _looks(chosen, x, owner)
+    policy = "raise" if looks else check_values(x, nonfinite, owner)
     result: QTensor
     with np.errstate(all="ignore"):
         entries = table_beside(x, made, table, policy)
@@ -124,11 +124,9 @@ def quantize_plain(
             raise ScaleArgument(
                 scheme=str(made), what="offsets", reason="offsets= goes with scales= of your own"
             )
-        if looks is not None:
-            result, seen = looks(x, made, name, table=entries)
-            if not seen.is_finite:
-                check_values(x, nonfinite, owner)
-            if not seen.may_be_dead:
+        if looks:
+            result, may_be_dead = by_ranges(chosen, x, made, entries, owner)
+            if not may_be_dead:
                 return result
         else:
             method = name if argument is None else f"{name}:{argument}"
@@ -136,6 +134,26 @@ def quantize_plain(
             result = chosen.run(x, made, method, **options)
         _warn_of_dead_blocks(x, result, policy)
     return result
+
+
+def by_ranges(
+    kernel: Kernel, x: Array, scheme: QuantScheme, table: Array | None, owner: Backend
+) -> tuple[QTensor, bool]:
+    """``x`` by "minmax", and whether a block may be dead. Raises NonFiniteInput."""
+    if not _looks(kernel, x, owner):
+        policy = check_values(x, None, owner)
+        with np.errstate(all="ignore"):
+            given = {"params": None, "table": table, "nonfinite": policy}
+            return kernel.run(x, scheme, "minmax", **given), True
+    q, seen = (kernel.looks or kernel.run)(x, scheme, "minmax", table=table)
+    if not seen.is_finite:
+        check_values(x, None, owner)  # raises, and says where
+    return q, seen.may_be_dead
+
+
+def _looks(kernel: Kernel, x: Array, owner: Backend) -> bool:
+    """Whether a kernel sees by itself that values are finite."""
+    return kernel.looks is not None and not owner.is_traced(x)
 
 
 def _warn_of_dead_blocks(x: Array, q: QTensor, nonfinite: str) -> None:

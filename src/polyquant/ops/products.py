@@ -6,8 +6,6 @@ from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from polyquant.arrays import Array, backend_of, find_backend, namespace
 from polyquant.dispatch import (
     as_right_operand,
@@ -22,9 +20,9 @@ from polyquant.dispatch import (
     one_operand_problem,
 )
 from polyquant.errors import ShapeMismatch
-from polyquant.inputs import check_float, check_values
+from polyquant.inputs import check_float
 from polyquant.ops.compiled import compiled, is_compiling
-from polyquant.ops.conversion import check_kernel_name, float_dtype, quantize_plain
+from polyquant.ops.conversion import by_ranges, check_kernel_name, float_dtype, quantize_plain
 from polyquant.ops.propagation import propagates, quantized_again
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
@@ -157,14 +155,12 @@ def _plan_activations(x: Any, weight: Any, bias: Any, scheme: QuantScheme) -> _P
         return multiply_and_add, scheme
     owner = backend_of(x)
     device = owner.device_of(x)
-    encode = choose(owner.name, one_operand_problem("quantize", x, device, str(scheme))).run
+    kernel = choose(owner.name, one_operand_problem("quantize", x, device, str(scheme)))
     run = choose(owner.name, matmul_problem(left, weight.mT, device)).run
 
     def quantize_and_multiply(x: Any, weight: Any, bias: Any, native: Any) -> Array:
-        # Of all that quantize asks, only this depends on the numbers of x.
-        policy = check_values(x, "raise", owner)
-        with np.errstate(all="ignore"):
-            left = encode(x, scheme, "minmax", params=None, table=None, nonfinite=policy)
+        # Of all that quantize asks, only whether x is finite depends on its numbers.
+        left, _ = by_ranges(kernel, x, scheme, None, owner)
         return run(left, weight.mT, native)
 
     return quantize_and_multiply, _result_dtype(x, weight, None)

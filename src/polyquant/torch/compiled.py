@@ -144,7 +144,7 @@ def quantize(
     fitted = table if isinstance(table, str) else ""
     numbers = [_beside(x, given) for given in (block, whole, offsets, None if fitted else table)]
     parts = torch.ops.polyquant.quantize(
-        x.detach(), str(made), calibration, *numbers, fitted, nonfinite or "raise"
+        x.detach(), str(made), calibration, *numbers, fitted, nonfinite or ""
     )
     return tensor_of(parts, made, x.shape, range(x.ndim))
 

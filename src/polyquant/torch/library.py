@@ -229,7 +229,7 @@ register("linear", _linear, _like_linear, _keep_linear, _back_linear)
 # -- quantize and look up ---------------------------------------------------------------------
 
 #: The options of the op "quantize" by default.
-MINMAX = ("minmax", None, None, None, None, "", "raise")
+MINMAX = ("minmax", None, None, None, None, "", "")
 
 
 def _quantize(
@@ -243,9 +243,12 @@ def _quantize(
     fitted: str,
     nonfinite: str,
 ) -> list[Tensor]:
-    """The stored arrays of ``x`` quantized. ``fitted`` is "kmeans" or "". Nothing is tracked."""
+    """The stored arrays of ``x`` quantized. ``fitted`` is "kmeans" or "". Nothing is tracked.
+
+    ``nonfinite`` may be "": "raise", but where values cannot be looked at "saturate".
+    """
     given = scales if tensor_scale is None else (scales, tensor_scale)
-    options = (calibration, given, offsets, fitted or table, nonfinite)
+    options = (calibration, given, offsets, fitted or table, nonfinite or None)
     with exact(x):
         q = quantize_plain(x.detach(), scheme, *options)
     return [_new(part, (x, scales, tensor_scale, offsets, table)) for part in parts_of(q)]

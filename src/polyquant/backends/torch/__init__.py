@@ -14,6 +14,7 @@ from torch.utils.dlpack import to_dlpack
 
 from polyquant.arrays import READ, Backend, HostArray
 from polyquant.errors import UnknownDevice, UnsupportedArray
+from polyquant.tables import named_table
 
 
 def _device_of(array: torch.Tensor) -> str:
@@ -40,8 +41,11 @@ def _check_readable(array: torch.Tensor) -> None:
 
 
 def _is_traced(array: torch.Tensor) -> bool:
-    """Whether values cannot be looked at: under torch.compile, or on the meta device."""
-    return bool(torch.compiler.is_compiling()) or array.device.type == "meta"
+    """Whether values cannot be looked at: compiled, on the meta device, put into a CUDA graph."""
+    if torch.compiler.is_compiling() or array.device.type == "meta":
+        return True
+    is_cuda = array.is_cuda and torch.cuda.is_initialized()
+    return bool(is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _canonical_device(device: str) -> str:
@@ -146,6 +150,18 @@ def _put(
     return line.index_put((positions,), values, accumulate=add)
 
 
+def _named_table(name: str, like: torch.Tensor) -> torch.Tensor:
+    """A named table beside ``like``; a GPU's is made there of one that was copied once."""
+    if like.is_cuda and not _is_watched():
+        return _kept_table(name, like.device).clone()
+    return _from_host(named_table(name).copy(), _device_of(like))
+
+
+@lru_cache(maxsize=256)
+def _kept_table(name: str, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(named_table(name).copy()).to(device)
+
+
 _TRANSFORMS, _DEFINITION = "polyquant.torch.transforms", "polyquant.backends.definition"
 _KERNELS = MappingProxyType(
     {
@@ -173,5 +189,10 @@ BACKEND = Backend(
     num_threads=torch.get_num_threads,
     exported=to_dlpack,
     adopted=torch.from_dlpack,
-    functions={"erf": torch.special.erf, "clip": _clip, "put_at": _put},
+    functions={
+        "erf": torch.special.erf,
+        "clip": _clip,
+        "put_at": _put,
+        "named_table": _named_table,
+    },
 )
