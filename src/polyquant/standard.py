@@ -335,9 +335,7 @@ def named_constant(like: Array, scheme: QuantScheme) -> Array | None:
     if scheme.table is None or scheme.table == CUSTOM:
         return None
     kept = backend_of(like).functions.get("named_table")
-    if kept is not None:
-        return kept(scheme.table, like)
-    return constant(like, named_table(scheme.table).copy())
+    return kept(scheme.table, like) if kept else constant(like, named_table(scheme.table).copy())
 
 
 # -- codes ------------------------------------------------------------------------------------
