@@ -1,0 +1,266 @@
+"""What is claimed of the kernels of NVIDIA GPUs beside their numbers: sizes, strides, repetition.
+
+Everything here needs a GPU. More than 2^31 elements take up to 12 GB of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyquant as pq
+from polyquant import conform
+from polyquant.scheme import scheme as as_scheme
+
+torch = pytest.importorskip("torch")
+
+DEVICE = "torch:cuda:0"
+MMA = "torch.nvrtc.mma"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+
+
+def _float(*shape: int, seed: int = 1, kind: Any = torch.bfloat16) -> Any:
+    made = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", generator=made).to(kind)
+
+
+def _weight(scheme: str, *shape: int) -> Any:
+    return conform._input(as_scheme(scheme), shape, "normal", "float32").reference().to(DEVICE)
+
+
+def _error(y: Any, a: Any, b: Any) -> str:
+    """What is wrong with ``y = a @ b``; quantized operands are decoded."""
+    sides = [x.dequantize("float64") if pq.is_quantized(x) else x.double() for x in (a, b)]
+    host = pq.arrays.backend("torch").to_host(y)
+    kind = str(y.dtype).removeprefix("torch.")
+    return conform.product_error(host, *(side.cpu().numpy() for side in sides), kind, kind)
+
+
+# -- sizes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["q4s-32", "nf4-double", "nvfp4"])
+def test_a_weight_of_more_than_two_to_the_31_elements(scheme: str) -> None:
+    n, k = 66000, 32768
+    x = _float(n, k)
+    q = pq.quantize(x, scheme)
+    assert q.size > 2**31
+    ends = (slice(0, 40), slice(n - 40, n))
+    values = q.dequantize("bfloat16")
+    for rows in ends:
+        part = q[rows]
+        assert torch.equal(values[rows], part.dequantize("bfloat16"))
+        if scheme != "nvfp4":  # whose tensor scale is of all rows
+            assert torch.equal(part.codes(), pq.quantize(x[rows], scheme).codes())
+    del x, values
+    at = torch.tensor([0, n - 1, 65536, 65535], device="cuda")
+    assert torch.equal(pq.ops.embedding(at, q), torch.stack([q[int(i)].dequantize() for i in at]))
+    for m in (1, 9, 40):
+        given = _float(m, k, seed=m)
+        y = pq.matmul(given, q.mT, kernel=MMA)
+        for rows in ends:
+            assert not _error(y[:, rows], given, q[rows].mT)
+
+
+@pytest.mark.parametrize("kernel", [MMA, "torch.triton.cublas"])
+def test_a_product_of_more_than_two_to_the_31_elements(kernel: str) -> None:
+    m, n, k = 4096, 525000, 64
+    x, q = _float(m, k), _weight("q4s-32", n, k)
+    y = pq.matmul(x, q.mT, kernel=kernel)
+    assert y.numel() > 2**31
+    for rows, columns in ((slice(0, 70), slice(0, 70)), (slice(m - 70, m), slice(n - 70, n))):
+        assert not _error(y[rows, columns], x[rows], q[columns].mT)
+    middle = slice(2**31 // n, 2**31 // n + 2)
+    assert not _error(y[middle, ::1001], x[middle], q[::1001].mT)
+
+
+def test_rows_of_more_than_two_to_the_31_elements() -> None:
+    q = _weight("q4s-32", 1000, 4096)
+    at = torch.arange(530000, device="cuda") % 1000
+    rows = pq.ops.embedding(at, q)
+    if rows.dtype is torch.float32:
+        rows = rows[-2000:]
+    assert torch.equal(rows[-1000:], q.dequantize(rows.dtype))
+
+
+@pytest.mark.parametrize("scheme", ["q4s-32", "nf4", "q8s-row"])
+def test_empty_operands(scheme: str) -> None:
+    for m, n, k in ((0, 40, 64), (3, 0, 64), (3, 40, 0), (0, 0, 0)):
+        q = _weight(scheme, n, k)
+        y = pq.matmul(_float(m, k), q.mT)
+        assert y.shape == (m, n)
+        assert not y.any()
+        assert q.dequantize("bfloat16").shape == (n, k)
+    batches = _weight(scheme, 0, 40, 64)
+    assert pq.matmul(_float(0, 2, 64), batches.mT).shape == (0, 2, 40)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "q8s-row", "nvfp4", "u4/32:f16-zero:u4"])
+def test_every_number_of_rows_up_to_300(scheme: str) -> None:
+    q = _weight(scheme, 72, 160)
+    values = q.dequantize("float32")
+    x = _float(300, 160)
+    exact = (x.double() @ values.double().T).cpu().numpy()
+    size = (x.double().abs() @ values.double().abs().T).cpu().numpy()
+    for m in range(1, 301):
+        y = pq.matmul(x[:m], q.mT).double().cpu().numpy()
+        bound = 8 * np.sqrt(160) * 2.0**-8 * size[:m] + 2.0**-8 * np.abs(exact[:m])
+        assert (np.abs(y - exact[:m]) <= bound).all(), m
+
+
+# -- strides ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["in, out", "out, in"])
+def test_batches_of_stride_zero(order: str) -> None:
+    for m in (1, 9, 40, 100):
+        stack = _weight("q4s-32", 3, 96, 160)
+        weight = stack.mT if order == "out, in" else stack
+        x = _float(1, m, weight.shape[-2]).expand(3, m, -1)
+        assert not _error(pq.matmul(x, weight), x, weight)
+        one = _weight("q4s-32", 96, 160)
+        one = one.mT if order == "out, in" else one
+        for view in (x, x[:, :1].expand(3, m, -1)):
+            assert not _error(pq.matmul(view, one), view, one)
+        wide = one.expand(3, *one.shape)
+        assert not _error(pq.matmul(x, wide), x, wide)
+
+
+# -- repetition -------------------------------------------------------------------------------
+
+
+def _products() -> dict[str, Callable[[], Any]]:
+    """One call a kernel and a way to cut it."""
+    k = 1056
+    out_in, tables = _weight("q4s-32", 257, k).mT, _weight("nf4", 257, k).mT
+    in_out = _weight("q4s-32", k, 256)
+    found = {f"mma {m}": (_float(m, k), out_in, MMA) for m in (1, 9, 31, 50, 130, 300)}
+    found |= {f"table {m}": (_float(m, k), tables, MMA) for m in (2, 200)}
+    found |= {f"in, out {m}": (_float(m, k), in_out, MMA) for m in (1, 20)}
+    found["cublas"] = (_float(300, k), out_in, "torch.triton.cublas")
+    for left, right, kernel in (
+        ("q8s-row", "q8s-row", "torch.nvrtc.pairs"),
+        ("q8s-32", "q4s-32", "torch.nvrtc.pairs"),
+        ("fp8-row", "fp8-row", "torch.nvrtc.pairs"),
+        ("q8s-row", "q8s-row", "torch.triton.int8"),
+        ("e4m3/1x128:f32", "fp8-128x128", "torch.triton.fp8"),
+        ("fp8-row", "mxfp4", "torch.cublas.bf16"),
+    ):
+        right_hand = _weight(right, 256, 1024).mT
+        found[f"{left} x {right} {kernel}"] = (_weight(left, 8, 1024), right_hand, kernel)
+    return {
+        name: lambda a=a, b=b, kernel=kernel: pq.matmul(a, b, kernel=kernel)
+        for name, (a, b, kernel) in found.items()
+    }
+
+
+def _conversions() -> dict[str, Callable[[], Any]]:
+    x, q = _float(300, 1056), _weight("nf4-double", 300, 1056)
+    rows = torch.randint(0, 300, (50,), device="cuda")
+    found: dict[str, Callable[[], Any]] = {
+        f"quantize {scheme}": lambda scheme=scheme: pq.quantize(x, scheme).data
+        for scheme in ("q4s-32", "q8s-row", "nvfp4", "fp8-128x128", "q8s-tensor", "nf4-double")
+    }
+    return found | {
+        "dequantize": lambda: q.dequantize("bfloat16"),
+        "embedding": lambda: pq.ops.embedding(rows, q),
+    }
+
+
+def test_results_do_not_move_between_runs() -> None:
+    for name, call in (_products() | _conversions()).items():
+        first = call()
+        for _ in range(50):
+            assert torch.equal(call(), first), name
+
+
+def test_two_streams_at_once() -> None:
+    calls = list((_products() | _conversions()).values())
+    expected = [call() for call in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(5):
+        found: list[list[Any]] = [[], []]
+        for place in range(len(calls)):
+            for i, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    found[i].append(calls[place - i]())
+        torch.cuda.synchronize()
+        for i in range(2):
+            for place, y in enumerate(found[i]):
+                assert torch.equal(y, expected[place - i])
+
+
+def test_two_threads_at_once() -> None:
+    def work(seed: int) -> None:
+        x = _float(300, 1056, seed=seed)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in range(20):
+                m = (1, 9, 40, 200)[i % 4]
+                q = pq.quantize(x[:257] * (i + 1), ("q4s-32", "nf4", "nvfp4")[i % 3])
+                y = pq.matmul(x[:m], q.mT)
+                assert not _error(y, x[:m], q.mT)
+                assert torch.equal(y, pq.matmul(x[:m], q.mT))
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(work, seed) for seed in (1, 2)]:
+            done.result()
+
+
+# -- graphs and torch.compile -----------------------------------------------------------------
+
+
+def _captured(call: Callable[[], Any]) -> tuple[Any, Any]:
+    """A graph of a call that ran before, and its result."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = call()
+    return graph, made
+
+
+@pytest.mark.parametrize("scheme", ["q4s-32", "nf4-double", "nvfp4", "fp8-128x128", "q8s-row"])
+def test_quantizing_in_a_graph(scheme: str) -> None:
+    x = _float(256, 384)
+    graph, q = _captured(lambda: pq.quantize(x, scheme))
+    x.copy_(_float(256, 384, seed=7) * 3)
+    graph.replay()
+    assert not conform._parts_differ(q, pq.quantize(x, scheme).to("numpy"))
+    x[3, 5] = float("nan")
+    graph.replay()
+    wanted = pq.quantize(x, scheme, nonfinite="saturate")
+    assert not conform._parts_differ(q, wanted.to("numpy"))
+
+
+@pytest.mark.parametrize("activations", ["q8s-row", "fp8-row"])
+def test_activations_quantized_in_a_graph(activations: str) -> None:
+    weight = _weight(activations, 256, 512)
+    for m in (4, 130):
+        x = _float(m, 512)
+        graph, y = _captured(lambda x=x: pq.linear(x, weight, activations=activations))
+        x.copy_(_float(m, 512, seed=5))
+        graph.replay()
+        assert torch.equal(y, pq.linear(x, weight, activations=activations))
+
+
+@pytest.mark.parametrize("scheme", ["q4s-32", "nf4-double", "fp8-128x128"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_custom_ops_compiled(scheme: str) -> None:
+    x, weight = _float(256, 384), _weight(scheme, 256, 384)
+
+    def model(x: Any) -> Any:
+        return pq.linear(x, weight), pq.quantize(x, scheme).dequantize()
+
+    expected, made = model(x), torch.compile(model, fullgraph=True)(x)
+    assert all(map(torch.equal, made, expected))
+    x[2, 2] = float("inf")
+    with pytest.raises(pq.errors.NonFiniteInput):
+        model(x)
