@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from polyquant import standard
 from polyquant.arrays import backend_of, namespace
 from polyquant.backends.jax.division import matmul
-from polyquant.blocks import Blocks, Rows, blocks_of, merge, split, spread
+from polyquant.blocks import Blocks, Rows, blocks_of, merge, spread
+from polyquant.blocks import split as side_by_side
 from polyquant.codec import unpack
 from polyquant.dispatch import (
     check_one_device,
@@ -33,6 +34,7 @@ from polyquant.dispatch import (
     one_operand_problem,
 )
 from polyquant.errors import InvalidTensor
+from polyquant.jax.explicit import entries_of, explicit_mesh, split, split_of_product, typed
 from polyquant.ops.conversion import quantize_plain
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
@@ -48,6 +50,10 @@ BELOW = "jax.transforms"
 
 def values(q: QTensor, kind: Any) -> Array:
     """The numbers of ``q`` in logical order, in a dtype; of a stack those of every tensor in it."""
+    mesh = explicit_mesh(q)
+    if mesh is not None:
+        numbers: Array = typed(partial(values, kind=kind), mesh, split(mesh, entries_of(q)))(q)
+        return numbers
     if q.is_stack:
         _check_stack(q)
         run = partial(values, kind=kind)
@@ -158,7 +164,8 @@ def decoded(q: QTensor) -> Decoded:
     """The elements of ``q`` without their scales and biases, and those beside them."""
     xp, blocks = namespace(q.data), blocks_of(q.scheme, q.stored_shape)
     data = q.data.reshape(*blocks.shape[:-1], q.data.shape[-1])
-    codes = split(xp, unpack(xp, data, blocks.shape[-1], q.scheme.value, q.scheme.store), blocks)
+    fields = unpack(xp, data, blocks.shape[-1], q.scheme.value, q.scheme.store)
+    codes = side_by_side(xp, fields, blocks)
     whole = _of_elements(standard.divisor(q.scheme, standard.params_in(q)).whole, q.groups)
     offsets = None
     if q.offsets is not None:
@@ -189,6 +196,11 @@ def product(a: Any, b: Any, kind: Any, activations: QuantScheme | None = None) -
 
     The gradient passes by that rounding of ``a``, whose numbers are the factor of that of ``b``.
     """
+    mesh = explicit_mesh(a, b)
+    if mesh is not None:
+        run = partial(product, kind=kind, activations=activations)
+        made: Array = typed(run, mesh, split_of_product(a, b, mesh))(a, b)
+        return made
     wide = _wide(a, b, kind)
     a, b = (values(x, wide) if isinstance(x, QTensor) and x.is_stack else x for x in (a, b))
     return _product(a, b, jnp.dtype(kind), activations)

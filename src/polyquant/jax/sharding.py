@@ -20,6 +20,7 @@ from polyquant.backends.jax.pytree import PARTS
 from polyquant.backends.jax.splits import why_not_split
 from polyquant.codec import line_size_bytes
 from polyquant.errors import InvalidArgument, ShardingRefused
+from polyquant.jax.explicit import auto_axes
 from polyquant.qtensor import QTensor, from_fields
 from polyquant.values import QuantStore
 from polyquant.views.moving import smaller_blocks, unviewed
@@ -86,7 +87,7 @@ def _check(leaf: Any, where: Any) -> None:
     if PartitionSpec.UNCONSTRAINED in where.spec:
         wanted = "a PartitionSpec that says of every axis how it is split"
         raise InvalidArgument(name="sharding", wanted=wanted, got=where.spec)
-    if AxisType.Explicit in where.mesh.axis_types:
+    if AxisType.Explicit in where.mesh.axis_types and auto_axes is None:
         wanted = (
             "of a mesh whose axes XLA splits by itself, as jax.make_mesh(shape, names, "
             "axis_types=(jax.sharding.AxisType.Auto,) * len(names)) makes it"
@@ -108,6 +109,8 @@ def _placed(leaf: Any, where: NamedSharding, *, reblock: bool) -> Any:
 
 def _put(array: Any, where: NamedSharding) -> Any:
     if isinstance(array, jax.core.Tracer):
+        if AxisType.Explicit in where.mesh.axis_types:
+            return jax.sharding.reshard(array, where)
         return jax.lax.with_sharding_constraint(array, where)
     return jax.device_put(array, where)
 

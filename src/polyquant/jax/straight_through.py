@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from polyquant import ops
-from polyquant.blocks import merge, split
+from polyquant.blocks import merge
+from polyquant.blocks import split as side_by_side
 from polyquant.errors import InvalidArgument
 from polyquant.inputs import check_float
 from polyquant.jax.derivatives import Decoded, decoded, given, values
+from polyquant.jax.explicit import entries_of, explicit_mesh, split, typed
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.standard import flush
@@ -54,6 +57,13 @@ def fake_quantize(
     if not isinstance(x, jax.Array):
         wanted = "an array of JAX (jax.numpy.asarray makes one)"
         raise InvalidArgument(name="x", wanted=wanted, got=type(x))
+    mesh = explicit_mesh(x)
+    if mesh is not None:
+        options: Any = {"calibration": calibration, "gradient_scale": gradient_scale}
+        inner: Any = partial(fake_quantize, scheme=scheme, **options)
+        run = typed(lambda x, given: inner(x, **given), mesh, split(mesh, entries_of(x)))
+        found: Array = run(x, {"scales": scales, "offsets": offsets, "table": table})
+        return found
     named = {"scales": scales, "offsets": offsets, "table": table}
     learned = {name: each for name, each in named.items() if isinstance(each, jax.Array)}
     fixed = {name: each for name, each in named.items() if name not in learned}
@@ -84,7 +94,7 @@ def _change(
     total = jnp.zeros_like(here.numbers)
     if of_x is not None:
         wide = of_x.astype(total.dtype).reshape(here.blocks.shape)
-        total = total + inside * split(jnp, wide, here.blocks)
+        total = total + inside * side_by_side(jnp, wide, here.blocks)
     of_scales, of_offsets = (_on_grid(changes.get(name), shape) for name in ("scales", "offsets"))
     if of_scales is not None:
         steps = here.numbers - inside * exact
@@ -102,7 +112,7 @@ def _change(
 def _within(here: Decoded, x: Array) -> tuple[Array, Array]:
     """``(x - bias) / D``, and whether ``x`` is in the range of its block."""
     wide = flush(x.astype(here.numbers.dtype)).reshape(here.blocks.shape)
-    x = split(jnp, wide, here.blocks)
+    x = side_by_side(jnp, wide, here.blocks)
     bias = 0.0 if here.bias is None else here.bias
     ends = [number * here.divisor + bias for number in here.ends]
     low, high = jnp.minimum(*ends), jnp.maximum(*ends)

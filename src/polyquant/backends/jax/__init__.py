@@ -111,8 +111,18 @@ def _move(array: Any, device: str) -> Any:
     if device in found:
         return jax.device_put(array, found[device])
     kind, _, index = device.removeprefix("jax:").partition(":")
-    mesh = jax.sharding.Mesh([found[f"jax:{kind}:{i}"] for i in _ids(index)], ("copies",))
+    mesh = _mesh_of([found[f"jax:{kind}:{i}"] for i in _ids(index)])
     return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+
+
+def _mesh_of(devices: list[Any]) -> Any:
+    """The mesh that jax.set_mesh made the current one, if it is of these; else one of its own."""
+    with suppress(AttributeError, ValueError):  # older versions, and traced code, do not say
+        current = jax.sharding.get_mesh()
+        if not current.empty and list(current.devices.flat) == devices:
+            axes = jax.sharding.get_abstract_mesh()  # which auto_axes may have changed
+            return jax.sharding.Mesh(current.devices, axes.axis_names, axis_types=axes.axis_types)
+    return jax.sharding.Mesh(devices, ("copies",))
 
 
 def _adopted(array: Any) -> Any:
