@@ -93,11 +93,15 @@ inline void grid_line(const Grid& grid, int64_t grid_length, int64_t row, int64_
   }
 }
 
+// Bytes of a number that is stored as one.
+PQ_INLINE int64_t item_of(const Grid& grid) {
+  return grid.number == Number::kF32 ? 4 : grid.number <= Number::kBF16 ? 2 : 1;
+}
+
 // Asks for the numbers of a line that will be wanted so many lines after this one.
 PQ_INLINE void ask_ahead(const Weight& w, const Grid& grid, int64_t row, int64_t lines) {
   if (grid.number == Number::kNested) return;
-  const int64_t size = grid.number == Number::kF32 ? 4 : grid.number <= Number::kBF16 ? 2 : 1;
-  const int64_t bytes = w.grid_length * size;
+  const int64_t bytes = w.grid_length * item_of(grid);
   const uint8_t* const p = grid.data + (row + lines) * bytes;
   for (int64_t byte = 0; byte < bytes; byte += 64) prefetch(p + byte);
 }
@@ -173,6 +177,15 @@ PQ_INLINE void with_decoder(const Weight& w, Body body) {
       body(Byte(8), Table16(entries), Rare());
     else
       body(Small(w.bits), Table16(entries), Common());
+#if defined(PQ_AVX512)
+  } else if (w.kind == Kind::kInteger && w.bits == w.value_bits && w.bits <= 6) {
+    body(Large(w.bits), Looked::of_integers(w.bits, w.is_signed), Common());
+  } else if (w.kind == Kind::kMinifloat && w.bits == 6) {
+    body(Large(6), Looked::of_minifloats(w.minifloat), Common());
+#else
+  } else if (w.kind == Kind::kMinifloat && w.bits == 6) {
+    body(Large(6), Mini(w.minifloat), Common());
+#endif
   } else if (w.kind == Kind::kInteger) {
     const Integer number(w.value_bits, w.is_signed);
     if (w.bits == 8)
@@ -182,7 +195,7 @@ PQ_INLINE void with_decoder(const Weight& w, Body body) {
   } else if (w.kind == Kind::kTable256) {
     both(Table256(w.table, w.value_bits));
   } else if (w.value_bits < 8) {
-    both(Mini(w.minifloat));
+    body(Byte(8), Mini(w.minifloat), Rare());
   } else if (w.offset_kind == OffsetKind::kNone) {
     body(Word(), Float8(w.minifloat), Common());
   } else {
@@ -192,12 +205,27 @@ PQ_INLINE void with_decoder(const Weight& w, Body body) {
 
 constexpr int kGroup = 4 * kWidth;  // elements of a step of a Walker
 
+// What is found out about the codes of a step at once, where that is how they are decoded.
+struct NoGroup {};
+template <class N, class = void>
+struct GroupOfNumber {
+  using type = NoGroup;
+};
+template <class N>
+struct GroupOfNumber<N, std::void_t<typename N::Group>> {
+  using type = typename N::Group;
+};
+template <class N>
+using GroupOf = typename GroupOfNumber<N>::type;
+
 // Walks along a line whose blocks are whole vectors: the contract's value of every vector in turn.
 // kPerScale vectors share a scale (4: as many groups of 4 as the block has).
 template <int kPerScale, bool kOffset, class Fetch, class N>
 struct Walker {
-  // A minifloat's power of two goes into the scale: exact, as long as no scale is huge.
-  static constexpr bool kFolds = std::is_same_v<N, Float8>;
+  // Some codes are looked at by groups. Where minifloats of a byte go through float16, their power of two goes
+  // into the scale: exact, as long as no scale is huge.
+  static constexpr bool kGroups = !std::is_same_v<GroupOf<N>, NoGroup>;
+  static constexpr bool kFolds = std::is_same_v<N, Float8> && Float8::kFolds;
   const Fetch& fetch;
   const N& number;
   bool is_bias;
@@ -205,7 +233,7 @@ struct Walker {
   const float *scale, *offset;
   int64_t groups_per_block, left;  // groups left with the present scale
   F s, o;
-  bool is_finite;  // the codes of this group
+  GroupOf<N> group;
 
   PQ_INLINE void load_scale() {
     s = set1(*scale++);
@@ -213,7 +241,7 @@ struct Walker {
     if constexpr (kOffset) o = set1(*offset++);
   }
   PQ_INLINE void begin_group() {
-    if constexpr (kFolds) is_finite = number.are_finite(p);
+    if constexpr (kGroups) group = number.group(p);
     if constexpr (kPerScale == 4) {
       if (left == 0) {
         load_scale();
@@ -227,8 +255,8 @@ struct Walker {
       if (j % kPerScale == 0) load_scale();
     }
     F v;
-    if constexpr (kFolds)
-      v = is_finite ? number.finite(fetch(p)) : number.bare(fetch(p));
+    if constexpr (kGroups)
+      v = number.of(group, p, j);
     else
       v = number(fetch(p));
     p += fetch.step;
@@ -256,7 +284,7 @@ PQ_INLINE void with_walker(const Weight& w, const Fetch& fetch, const N& number,
   const auto make = [&](auto per_scale, auto has_offset) PQ_INLINE_LAMBDA {
     using Kind = Walker<decltype(per_scale)::value, decltype(has_offset)::value, Fetch, N>;
     const auto at = [&](const uint8_t* p, const float* scale, const float* offset) PQ_INLINE_LAMBDA {
-      Kind walker{fetch, number, is_bias, p, scale, offset, per_block, 0, zero(), zero(), false};
+      Kind walker{fetch, number, is_bias, p, scale, offset, per_block, 0, zero(), zero(), {}};
       if (decltype(per_scale)::value == 4 && into) {
         walker.load_scale();
         walker.left = per_block - into;
@@ -314,12 +342,13 @@ __attribute__((noinline)) void decode_any(const Weight& w, const Fetch& fetch, c
   }
   if (kWidth % block == 0 && start % block == 0 && !may_halve) {  // several blocks to a vector
     const Spread spread(static_cast<int>(block));
-    for (int64_t i = 0; i < count; i += kWidth, p += fetch.step) {
-      const F v = number(fetch(p)), s = spread(scales + i / block);
+    const int64_t each = kWidth / block;
+    for (int64_t i = 0; i < count; i += kWidth, p += fetch.step, scales += each, offsets += each) {
+      const F v = number(fetch(p)), s = spread(scales);
       if (w.offset_kind == OffsetKind::kNone) {
         store(out + i, mul(v, s));
       } else {
-        const F o = spread(offsets + i / block);
+        const F o = spread(offsets);
         store(out + i, w.offset_kind == OffsetKind::kBias ? add(mul(v, s), o) : mul(sub(v, o), s));
       }
     }
@@ -350,11 +379,16 @@ PQ_INLINE bool has_zero(const Grid& grid, int64_t grid_length, int64_t row, int6
          std::memchr(grid.data + row * grid_length + start, 0, static_cast<size_t>(count));
 }
 
+// Whether a Walker multiplies the scales by a power of two, which they must not be too large for.
+PQ_INLINE bool folds_power(const Weight& w) {
+  return Float8::kFolds && w.kind == Kind::kMinifloat && w.value_bits == 8;
+}
+
 // Whether a Walker may go along a line with these scales.
 PQ_INLINE bool can_walk(const Weight& w, int64_t row, int64_t start, int64_t count,
                         const float* scales) {
   if (has_zero(w.scale, w.grid_length, row, start, count)) return false;
-  if (w.kind != Kind::kMinifloat) return true;
+  if (!folds_power(w)) return true;
   bool small = true;
   for (int64_t i = 0; i < count; ++i) small &= scales[i] < 0x1p100f && scales[i] > -0x1p100f;
   return small;

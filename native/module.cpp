@@ -432,8 +432,21 @@ class Matrix {
       require(minifloat.size() == 6, "a minifloat is six numbers");
       w_.minifloat = {minifloat[0], minifloat[1], static_cast<int>(minifloat[2]),
                       static_cast<int>(minifloat[3]), static_cast<float>(minifloat[4]), minifloat[5]};
-      require(minifloat[2] < 16 && minifloat[3] < 16, "no such minifloat");
+      require_minifloat();
     }
+  }
+
+  // Those whose numbers the kernels know: e2m3, e3m2, e4m3 and e5m2.
+  void require_minifloat() const {
+    const Minifloat& m = w_.minifloat;
+    const bool is_small = w_.value_bits == 6, has_three = m.rest_shift == 7;
+    const uint32_t sign = 1u << (w_.value_bits - 1);
+    const float power = is_small ? (has_three ? 16384.0f : 4096.0f) : has_three ? 256.0f : 1.0f;
+    require((is_small || w_.value_bits == 8) && (has_three || m.rest_shift == 8) &&
+                m.sign_mask == sign && m.rest_mask == sign - 1 && m.power == power &&
+                m.sign_shift == 16 - w_.value_bits &&
+                m.nan_code == (!is_small && has_three ? 0x7fu : 0u),
+            "no such minifloat");
   }
 
   Grid grid(nb::handle part, int number, int64_t rows) {

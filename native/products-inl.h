@@ -78,8 +78,8 @@ constexpr int64_t kLongestGrid = 2048;  // entries of a line of scales held at o
 // The weights whose codes are multiplied in registers; others are decoded to a buffer first.
 PQ_INLINE bool is_fused(const Weight& w) {
   const bool common = (w.kind == Kind::kTable16 && w.bits <= 4) || w.kind == Kind::kInteger ||
-                      (w.kind == Kind::kMinifloat && w.value_bits == 8 &&
-                       w.offset_kind == OffsetKind::kNone);
+                      (w.kind == Kind::kMinifloat &&
+                       (w.bits == 6 || (w.value_bits == 8 && w.offset_kind == OffsetKind::kNone)));
   return kWalks && vectors_per_scale(w) && common && w.grid_length <= kLongestGrid;
 }
 
@@ -244,9 +244,10 @@ inline void dot(const Weight& w, const Packed& x, int64_t rows, int64_t first_li
 struct FewScales {
   const Grid& grid;
   const int64_t grid_length, start, count;
+  const int64_t item;     // bytes
   int64_t safe_rows = 0;  // rows that are quick, and whose vector lies inside the grid
   PQ_INLINE FewScales(const Weight& w, const Grid& grid, int64_t start, int64_t count)
-      : grid(grid), grid_length(w.grid_length), start(start), count(count) {
+      : grid(grid), grid_length(w.grid_length), start(start), count(count), item(item_of(grid)) {
     const int64_t most = grid.number == Number::kUE8M0 ? 8 : kWidth;
     if (are_plain(w, grid) && count <= most)
       safe_rows = (w.grid_rows * grid_length - start - 16) / grid_length;
@@ -257,8 +258,9 @@ struct FewScales {
     return is_plain && !grid.tensor_scale && w.leading == 1 && w.lead_block[0] == 1;
   }
   // Of a safe row: false where a line must not be walked along (see can_walk).
-  PQ_INLINE bool quick(int64_t row, bool is_minifloat, float* out) const {
+  PQ_INLINE bool quick(int64_t row, bool must_be_small, float* out) const {
     const int64_t at = row * grid_length + start;
+    prefetch(grid.data + (at + kFewLines * grid_length) * item);
     if (grid.number == Number::kF16) {
       store(out, mul(from_f16(reinterpret_cast<const uint16_t*>(grid.data) + at), set1(1.0f)));
       return true;
@@ -277,7 +279,7 @@ struct FewScales {
       if (zeros << (64 - 8 * count)) return false;
     }
     bool small = true;
-    if (is_minifloat)
+    if (must_be_small)
       for (int64_t i = 0; i < count; ++i) small &= out[i] < 0x1p100f && out[i] > -0x1p100f;
     return small;
   }
@@ -327,7 +329,7 @@ PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed 
   const int64_t g0 = n / w.block, blocks = (n + kColumns - 1) / w.block - g0 + 1;
   const int64_t bytes = kColumns * w.bits / 8, line_bytes = w.line_bytes;
   const bool has_offset = w.offset_kind != OffsetKind::kNone;
-  const bool is_minifloat = w.kind == Kind::kMinifloat;
+  const bool must_be_small = folds_power(w);
   const FewScales scales(w, w.scale, g0, blocks), offsets(w, w.offset, g0, blocks);
   const uint8_t* p = w.data + first_line * line_bytes + n * w.bits / 8;
   const uint8_t* const last_safe = w.data + w.size_bytes - bytes - kOverread;
@@ -362,7 +364,7 @@ PQ_INLINE void columns_chunk(const Weight& w, const At& walker_at, const Packed 
   if (has_offset) safe = min64(safe, offsets.safe_rows - first_line);
   int64_t k = 0;
   for (; k < safe; ++k, p += line_bytes) {  // without a call, so that the sums stay in registers
-    if (!scales.quick(first_line + k, is_minifloat, scale)) break;
+    if (!scales.quick(first_line + k, must_be_small, scale)) break;
     if (has_offset) offsets.quick(first_line + k, false, offset);
     walk(k);
   }

@@ -229,6 +229,10 @@ struct Mini {
 
 // Minifloats of a byte: moved to float16's places in 16-bit lanes.
 struct Float8 {
+  static constexpr bool kFolds = true;
+  struct Group {
+    bool is_finite;
+  };
   I nan_bytes;
   __m128i keep, nan_code, shift;
   F power;
@@ -242,11 +246,13 @@ struct Float8 {
         has_nan(m.nan_code != 0) {}
   F operator()(__m128i codes) const { return mul(bare(codes), power); }
   // Whether none of 4 * kWidth codes stands for NaN where float16 has a number.
-  bool are_finite(const uint8_t* p) const {
+  Group group(const uint8_t* p) const {
     const I rest = _mm256_and_si256(_mm256_loadu_si256((const I*)p), _mm256_set1_epi8(127));
-    return !has_nan || !_mm256_movemask_epi8(_mm256_cmpeq_epi8(rest, nan_bytes));
+    return {!has_nan || !_mm256_movemask_epi8(_mm256_cmpeq_epi8(rest, nan_bytes))};
   }
-  F finite(__m128i codes) const {
+  F of(const Group& group, const uint8_t* p, int) const {
+    const __m128i codes = Word()(p);
+    if (!group.is_finite) return bare(codes);
     return _mm256_cvtph_ps(_mm_and_si128(_mm_sll_epi16(codes, shift), keep));
   }
   F bare(__m128i codes) const {  // before the power of two

@@ -100,16 +100,32 @@ inline F gather(const float* table, I at) { return _mm512_i32gather_ps(at, table
 
 // -- codes: kWidth of them in natural order, one a lane; bits above the field are anything --------
 
+struct WordBytes {  // for every width, which bytes each 64-bit word needs
+  alignas(64) uint8_t at[9][64] = {};
+  constexpr WordBytes() {
+    for (int bits = 1; bits <= 8; ++bits)
+      for (int i = 0; i < 64; ++i) at[bits][i] = static_cast<uint8_t>(i / 8 * bits + i % 8);
+  }
+};
+struct FieldStarts {  // for every width, where the 8 fields of a word begin
+  alignas(64) uint8_t at[9][64] = {};
+  constexpr FieldStarts() {
+    for (int bits = 1; bits <= 8; ++bits)
+      for (int i = 0; i < 64; ++i) at[bits][i] = static_cast<uint8_t>(i % 8 * bits);
+  }
+};
+inline constexpr WordBytes kWordBytes;
+inline constexpr FieldStarts kFieldStarts;
+
 // Where the fields of a word begin, in bits, for every width: one byte of each 32-bit lane.
 struct Controls {
   alignas(64) uint8_t at[9][64] = {};
-  constexpr Controls(int per_word) {
+  constexpr Controls() {
     for (int bits = 1; bits <= 8; ++bits)
-      for (int lane = 0; lane < 16; ++lane)
-        at[bits][4 * lane] = static_cast<uint8_t>(bits * (lane % per_word) % 64);
+      for (int lane = 0; lane < 16; ++lane) at[bits][4 * lane] = static_cast<uint8_t>(bits * lane % 64);
   }
 };
-inline constexpr Controls kInOneWord(16), kInTwoWords(8);
+inline constexpr Controls kInOneWord;
 
 // Up to 4 bits: 16 codes lie in one 64-bit word.
 struct Small {
@@ -123,18 +139,32 @@ struct Small {
   }
 };
 
-// 5 to 7 bits: 8 codes lie in one 64-bit word.
+// For wider codes, the bytes of 16 that the two lanes of each word need, and where the fields begin there.
+struct Pairs {
+  alignas(64) uint8_t from[9][64] = {}, at[9][64] = {};
+  constexpr Pairs() {
+    for (int bits = 1; bits <= 8; ++bits)
+      for (int i = 0; i < 64; ++i) {
+        const int word = i / 8, first = 2 * word * bits, lane = i % 8 / 4;
+        const int byte = first / 8 + i % 8, start = first % 8 + lane * bits;
+        from[bits][i] = static_cast<uint8_t>(byte < 16 ? byte : 0x80);
+        at[bits][i] = static_cast<uint8_t>(start);
+      }
+  }
+};
+inline constexpr Pairs kPairs;
+
+// 5 to 7 bits: 16 codes lie in 16 bytes.
 struct Large {
-  I control;
-  int64_t step, half;
+  I bytes, control;
+  int64_t step;
   explicit Large(int bits)
-      : control(_mm512_load_si512(kInTwoWords.at[bits])), step(2 * bits), half(bits) {}
+      : bytes(_mm512_load_si512(kPairs.from[bits])),
+        control(_mm512_load_si512(kPairs.at[bits])),
+        step(2 * bits) {}
   I operator()(const uint8_t* p) const {
-    uint64_t low, high;
-    std::memcpy(&low, p, 8);
-    std::memcpy(&high, p + half, 8);
-    const I both = _mm512_mask_set1_epi64(_mm512_set1_epi64((long long)low), 0xf0, (long long)high);
-    return _mm512_multishift_epi64_epi8(control, both);
+    const I all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
+    return _mm512_multishift_epi64_epi8(control, _mm512_shuffle_epi8(all, bytes));
   }
 };
 
@@ -162,13 +192,16 @@ struct Table16 {
   F operator()(I codes) const { return _mm512_permutexvar_ps(codes, entries); }
 };
 
+// A code, its sign bit turned, as the last bits of 2^23 + code: what is then subtracted is exact.
 struct Integer {
-  __m128i shift;
-  bool is_signed;
-  Integer(int bits, bool is_signed) : shift(_mm_cvtsi32_si128(32 - bits)), is_signed(is_signed) {}
-  F operator()(I codes) const {
-    const I top = _mm512_sll_epi32(codes, shift);
-    return _mm512_cvtepi32_ps(is_signed ? _mm512_sra_epi32(top, shift) : _mm512_srl_epi32(top, shift));
+  I mask, flip;
+  F zero;
+  Integer(int bits, bool is_signed)
+      : mask(_mm512_set1_epi32((1 << bits) - 1)),
+        flip(_mm512_set1_epi32(0x4b000000 | (is_signed ? 1 << (bits - 1) : 0))),
+        zero(_mm512_castsi512_ps(flip)) {}
+  F operator()(I codes) const {  // (code & mask) ^ flip
+    return sub(_mm512_castsi512_ps(_mm512_ternarylogic_epi64(codes, mask, flip, 0x6a)), zero);
   }
 };
 
@@ -196,35 +229,142 @@ struct Mini {
   }
 };
 
-// Minifloats of a byte: moved to float16's places in 16-bit lanes.
-struct Float8 {
-  I nan_bytes;
+// The two bytes of numbers as bfloat16, which holds them all: of every code of 5 or 6 bits (again where
+// another bit is set), and of the magnitudes of 8-bit minifloats by the bits of the mantissa, NaN too.
+constexpr uint16_t bfloat16_of(int sign, int exponent, int fraction, int fraction_bits) {
+  while (exponent > -127 && fraction && fraction < 1 << fraction_bits) fraction *= 2, --exponent;
+  if (!fraction) return static_cast<uint16_t>(sign << 15);
+  while (fraction >= 2 << fraction_bits) ++exponent, ++fraction_bits;
+  const int rest = fraction - (1 << fraction_bits);
+  const int places = fraction_bits <= 7 ? rest << (7 - fraction_bits) : rest >> (fraction_bits - 7);
+  return static_cast<uint16_t>(sign << 15 | (exponent + 127) << 7 | places);
+}
+constexpr uint16_t of_integer(int number) {
+  return number < 0 ? bfloat16_of(1, 0, -number, 0) : bfloat16_of(0, 0, number, 0);
+}
+constexpr uint16_t of_minifloat(int magnitude, int mantissa_bits, int bias, int sign) {
+  const int one = 1 << mantissa_bits, exponent = magnitude >> mantissa_bits, rest = magnitude % one;
+  return bfloat16_of(sign, (exponent ? exponent : 1) - bias, exponent ? one + rest : rest, mantissa_bits);
+}
+template <int kCodes>
+struct BFloats {
+  alignas(64) uint8_t low[kCodes] = {}, high[kCodes] = {};
+  constexpr void put(int code, uint16_t bits) {
+    low[code] = static_cast<uint8_t>(bits);
+    high[code] = static_cast<uint8_t>(bits >> 8);
+  }
+};
+struct SmallNumbers {
+  BFloats<64> integers[2][2], minifloats[2];  // of 5 and 6 bits, without and with a sign; e3m2 and e2m3
+  BFloats<128> magnitudes[2];                 // of e5m2 and e4m3
+  constexpr SmallNumbers() {
+    for (int code = 0; code < 64; ++code) {
+      for (int bits = 5; bits <= 6; ++bits) {
+        const int unsigned_code = code % (1 << bits), half = 1 << (bits - 1);
+        integers[bits - 5][0].put(code, of_integer(unsigned_code));
+        integers[bits - 5][1].put(code, of_integer((unsigned_code ^ half) - half));
+      }
+      minifloats[0].put(code, of_minifloat(code % 32, 2, 3, code / 32));
+      minifloats[1].put(code, of_minifloat(code % 32, 3, 1, code / 32));
+    }
+    for (int code = 0; code < 128; ++code) {
+      const uint16_t special = code == 124 ? 0x7f80 : 0x7fc0;
+      magnitudes[0].put(code, code >= 124 ? special : of_minifloat(code, 2, 15, 0));
+      magnitudes[1].put(code, code == 127 ? special : of_minifloat(code, 3, 7, 0));
+    }
+  }
+};
+inline constexpr SmallNumbers kSmallNumbers;
+inline int is_of_three(const Minifloat& m) { return m.rest_shift == 7; }  // bits of the mantissa
+
+// In each lane of a vector of 4, where its number's two bytes are among 64 low and 64 high ones.
+struct Places {
+  alignas(64) uint8_t at[4][64] = {};
+  constexpr Places() {
+    for (int j = 0; j < 4; ++j)
+      for (int i = 0; i < 64; ++i) at[j][i] = static_cast<uint8_t>((i % 4 == 3 ? 64 : 0) + 16 * j + i / 4);
+  }
+};
+inline constexpr Places kPlaces;
+
+// The same number, in a register: GCC would read what is used twice from memory again.
+inline I held(I v) {
+  asm("" : "+v"(v));
+  return v;
+}
+struct ByBytes {  // 64 numbers as bfloat16
+  static constexpr bool kFolds = false;
+  struct Group {
+    I low, high;
+  };
+  I places[4];
+  ByBytes() {
+    for (int j = 0; j < 4; ++j) places[j] = held(_mm512_load_si512(kPlaces.at[j]));
+  }
+  F of(const Group& group, const uint8_t*, int j) const {
+    return _mm512_castsi512_ps(
+        _mm512_maskz_permutex2var_epi8(0xccccccccccccccccull, group.low, places[j], group.high));
+  }
+};
+
+// Codes of 5 or 6 bits, of Large.
+struct Looked : ByBytes {
+  I words, starts, low, high;
+  Looked(int bits, const BFloats<64>& numbers)
+      : words(_mm512_load_si512(kWordBytes.at[bits])),
+        starts(_mm512_load_si512(kFieldStarts.at[bits])),
+        low(_mm512_load_si512(numbers.low)),
+        high(_mm512_load_si512(numbers.high)) {}
+  static Looked of_integers(int bits, bool is_signed) {
+    return Looked(bits, kSmallNumbers.integers[bits - 5][is_signed]);
+  }
+  static Looked of_minifloats(const Minifloat& m) {
+    return Looked(6, kSmallNumbers.minifloats[is_of_three(m)]);
+  }
+  Group group(const uint8_t* p) const {
+    const I bytes = _mm512_permutexvar_epi8(words, _mm512_loadu_si512(p));
+    const I codes = _mm512_multishift_epi64_epi8(starts, bytes);
+    return {_mm512_permutexvar_epi8(codes, low), _mm512_permutexvar_epi8(codes, high)};
+  }
+  F operator()(I codes) const {
+    const I first = _mm512_slli_epi32(_mm512_permutexvar_epi8(codes, high), 24);
+    const I second = _mm512_srli_epi32(_mm512_slli_epi32(_mm512_permutexvar_epi8(codes, low), 24), 8);
+    return _mm512_castsi512_ps(_mm512_or_si512(first, second));
+  }
+};
+
+// Minifloats of a byte: one of them moved to float16's places in 16-bit lanes, 64 looked up.
+struct Float8 : ByBytes {
+  I low[2], high[2];
   __m256i keep, nan_code;
   __m128i shift;
   F power;
   bool has_nan;
   explicit Float8(const Minifloat& m)
-      : nan_bytes(_mm512_set1_epi8((char)m.nan_code)),
-        keep(_mm256_set1_epi16((short)(0x8000 | m.rest_mask << m.rest_shift))),
+      : keep(_mm256_set1_epi16((short)(0x8000 | m.rest_mask << m.rest_shift))),
         nan_code(_mm256_set1_epi16((short)(m.nan_code << m.rest_shift))),
         shift(_mm_cvtsi32_si128(m.rest_shift)),
         power(set1(m.power)),
-        has_nan(m.nan_code != 0) {}
-  F operator()(__m256i codes) const { return mul(bare(codes), power); }
-  // Whether none of 4 * kWidth codes stands for NaN where float16 has a number.
-  bool are_finite(const uint8_t* p) const {
-    return !has_nan || !_mm512_cmpeq_epi8_mask(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(127)), nan_bytes);
+        has_nan(m.nan_code != 0) {
+    const BFloats<128>& numbers = kSmallNumbers.magnitudes[is_of_three(m)];
+    for (int half = 0; half < 2; ++half) {
+      low[half] = _mm512_load_si512(numbers.low + 64 * half);
+      high[half] = _mm512_load_si512(numbers.high + 64 * half);
+    }
   }
-  F finite(__m256i codes) const {
-    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_sll_epi16(codes, shift), keep));
-  }
-  F bare(__m256i codes) const {  // before the power of two
+  F operator()(__m256i codes) const {
     __m256i half = _mm256_and_si256(_mm256_sll_epi16(codes, shift), keep);
     if (has_nan) {
       const __mmask16 nan = _mm256_cmpeq_epi16_mask(_mm256_slli_epi16(half, 1), _mm256_slli_epi16(nan_code, 1));
       half = _mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7e00));
     }
-    return _mm512_cvtph_ps(half);
+    return mul(_mm512_cvtph_ps(half), power);
+  }
+  Group group(const uint8_t* p) const {
+    const I codes = _mm512_loadu_si512(p), sign = _mm512_set1_epi8((char)0x80);
+    const I top = _mm512_permutex2var_epi8(high[0], codes, high[1]);
+    return {_mm512_permutex2var_epi8(low[0], codes, low[1]),
+            _mm512_ternarylogic_epi64(top, codes, sign, 0xf8)};  // top | (codes & sign)
   }
 };
 
@@ -264,32 +404,10 @@ inline F load_some(const float* p, int64_t count) {  // zeros beyond
   return count >= kWidth ? load(p) : _mm512_maskz_loadu_ps(first(static_cast<int>(count)), p);
 }
 
-// The same number, in a register: GCC would read what is used twice from memory again.
-inline I held(I v) {
-  asm("" : "+v"(v));
-  return v;
-}
 inline I load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline void store_int(int32_t* p, I v) { _mm512_storeu_si512(p, v); }
 inline I mul_int(I a, I b) { return _mm512_mullo_epi32(a, b); }
 inline F to_float(I v) { return _mm512_cvtepi32_ps(v); }
-
-struct WordBytes {  // for every width, which bytes each 64-bit word needs
-  alignas(64) uint8_t at[9][64] = {};
-  constexpr WordBytes() {
-    for (int bits = 1; bits <= 8; ++bits)
-      for (int i = 0; i < 64; ++i) at[bits][i] = static_cast<uint8_t>(i / 8 * bits + i % 8);
-  }
-};
-struct FieldStarts {  // for every width, where the 8 fields of a word begin
-  alignas(64) uint8_t at[9][64] = {};
-  constexpr FieldStarts() {
-    for (int bits = 1; bits <= 8; ++bits)
-      for (int i = 0; i < 64; ++i) at[bits][i] = static_cast<uint8_t>(i % 8 * bits);
-  }
-};
-inline constexpr WordBytes kWordBytes;
-inline constexpr FieldStarts kFieldStarts;
 
 // A step of a line's codes as unsigned bytes. Of 2, 4 and 8 bits it is 64 bytes of the line, which
 // have codes for kParts vectors: part j has the j-th code of every byte. Of any other width (kBits 0)

@@ -202,11 +202,12 @@ struct Word : Byte {
   Word() : Byte(8) {}
 };
 struct Float8 : Mini {
-  F power = set1(1.0f);
+  static constexpr bool kFolds = false;  // whether `of` leaves `power` to the scale
+  struct Group {};                       // what is found out about 4 * kWidth codes at once
   using Mini::Mini;
-  bool are_finite(const uint8_t*) const { return false; }
-  F finite(const I& codes) const { return (*this)(codes); }
-  F bare(const I& codes) const { return (*this)(codes); }
+  Group group(const uint8_t*) const { return {}; }
+  // Vector j of a group, whose codes begin at p.
+  F of(const Group&, const uint8_t* p, int) const { return (*this)(Word()(p)); }
 };
 
 struct Table256 {

@@ -246,6 +246,10 @@ struct Mini {
 
 // Minifloats of a byte: moved to float16's places in 16-bit lanes.
 struct Float8 {
+  static constexpr bool kFolds = true;
+  struct Group {
+    bool is_finite;
+  };
   uint8x16_t nan_bytes;
   uint16x8_t keep, nan_code;
   int16x8_t shift;
@@ -260,13 +264,16 @@ struct Float8 {
         has_nan(m.nan_code != 0) {}
   F operator()(uint16x8_t codes) const { return mul(bare(codes), power); }
   // Whether none of 4 * kWidth codes stands for NaN where float16 has a number.
-  bool are_finite(const uint8_t* p) const {
+  Group group(const uint8_t* p) const {
     const uint8x16_t rest = vdupq_n_u8(127);
     const uint8x16_t low = vceqq_u8(vandq_u8(vld1q_u8(p), rest), nan_bytes);
     const uint8x16_t high = vceqq_u8(vandq_u8(vld1q_u8(p + 16), rest), nan_bytes);
-    return !has_nan || !vmaxvq_u8(vorrq_u8(low, high));
+    return {!has_nan || !vmaxvq_u8(vorrq_u8(low, high))};
   }
-  F finite(uint16x8_t codes) const { return from_halves(vandq_u16(vshlq_u16(codes, shift), keep)); }
+  F of(const Group& group, const uint8_t* p, int) const {
+    const uint16x8_t codes = Word()(p);
+    return group.is_finite ? from_halves(vandq_u16(vshlq_u16(codes, shift), keep)) : bare(codes);
+  }
   F bare(uint16x8_t codes) const {  // before the power of two
     uint16x8_t half = vandq_u16(vshlq_u16(codes, shift), keep);
     if (has_nan)

@@ -106,7 +106,7 @@ def matrix_arguments() -> dict[str, Any]:
         "value_bits": bits,
         "kind": kind,
         "is_signed": random.random() < 0.5,
-        "minifloat": [2 ** (bits - 1), 2 ** (bits - 1) - 1, 16 - bits, 7, 256, 0],
+        "minifloat": [2 ** (bits - 1), 2 ** (bits - 1) - 1, 16 - bits, 8, 4096 if bits == 6 else 1, 0],
         "table": np.arange(2**bits, dtype="f4"),
         "scales": array(stored, LINES, LENGTH // BLOCK),
         "scale_number": number,
