@@ -18,6 +18,7 @@
 #include <variant>
 #include <vector>
 
+#include "cuda_launch.h"
 #include "encode.h"
 #include "pool.h"
 #include "targets.h"
@@ -717,4 +718,12 @@ NB_MODULE(_native, m) {
   m.def("ranges", &pq::ranges, nb::arg("x"), nb::arg("shape"), nb::arg("block"),
         nb::arg("low").none(), nb::arg("high"), nb::arg("saturates"), nb::arg("threads"));
   m.def("all_finite", &pq::all_finite, nb::arg("x"), nb::arg("threads"));
+  m.def("keep_cuda_kernel",
+        [](const std::string& digest, const nb::bytes& code, const std::string& function,
+           size_t argument) {
+          pq::keep_cuda_kernel(digest, {code.c_str(), code.size()}, function, argument);
+        },
+        nb::arg("digest"), nb::arg("code"), nb::arg("function"), nb::arg("argument"));
+  m.def("cuda_launch", [] { return nb::capsule(reinterpret_cast<void*>(&pq::cuda_launch)); },
+        "The handler of XLA's custom call that launches them.");
 }

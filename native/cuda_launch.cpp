@@ -1,0 +1,358 @@
+#include "cuda_launch.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+namespace pq {
+namespace {
+
+// -- the driver -------------------------------------------------------------------------------
+
+using Status = int;  // CUresult
+
+struct LaunchAttribute {  // CUlaunchAttribute
+  int kind;
+  char padding[4];
+  union {
+    char room[64];
+    unsigned cluster[3];
+  };
+};
+
+struct LaunchConfig {  // CUlaunchConfig
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned count;
+};
+
+constexpr int kCluster = 4;         // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+constexpr int kMostShared = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kBfloat16 = 9;        // CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+constexpr int kSwizzle128 = 3;      // CU_TENSOR_MAP_SWIZZLE_128B
+constexpr int kPromoteTo256 = 3;    // CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+constexpr size_t kMapBytes = 128, kMapAlignment = 64;
+
+// What is called of libcuda.so.1, which is there wherever a GPU is.
+struct Driver {
+  Status (*error_name)(Status, const char**);
+  Status (*library_load)(void**, const void*, int*, void**, unsigned, int*, void**, unsigned);
+  Status (*library_kernel)(void**, void*, const char*);
+  Status (*kernel_function)(void**, void*);
+  Status (*kernel_attribute)(int, int, void*, int);
+  Status (*stream_context)(void*, void**);
+  Status (*push_context)(void*);
+  Status (*pop_context)(void**);
+  Status (*context_device)(int*);
+  Status (*tensor_map)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*,
+                       const unsigned*, const unsigned*, int, int, int, int);
+  Status (*launch)(const LaunchConfig*, void*, void**, void**);
+  bool is_whole;
+};
+
+const Driver& driver() {
+  static const Driver found = [] {
+    Driver made{};
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) return made;
+    made.is_whole = true;
+    auto find = [&](auto& function, const char* name) {
+      void* symbol = dlsym(library, name);
+      made.is_whole = made.is_whole && symbol != nullptr;
+      std::memcpy(&function, &symbol, sizeof symbol);
+    };
+    find(made.error_name, "cuGetErrorName");
+    find(made.library_load, "cuLibraryLoadData");
+    find(made.library_kernel, "cuLibraryGetKernel");
+    find(made.kernel_function, "cuKernelGetFunction");
+    find(made.kernel_attribute, "cuKernelSetAttribute");
+    find(made.stream_context, "cuStreamGetCtx");
+    find(made.push_context, "cuCtxPushCurrent_v2");
+    find(made.pop_context, "cuCtxPopCurrent_v2");
+    find(made.context_device, "cuCtxGetDevice");
+    find(made.tensor_map, "cuTensorMapEncodeTiled");
+    find(made.launch, "cuLaunchKernelEx");
+    return made;
+  }();
+  return found;
+}
+
+// -- errors -----------------------------------------------------------------------------------
+
+// A failure, as a sentence for XLA; nothing where there is none.
+struct Failure {
+  int code = 0;
+  std::string message;
+};
+
+Failure refuse(const char* message) { return {xla::kInvalidArgument, message}; }
+
+Failure check(Status status, const char* call) {
+  if (status == 0) return {};
+  const char* name = nullptr;
+  if (driver().error_name(status, &name) != 0 || name == nullptr) name = "an unknown error";
+  return {xla::kInternal, std::string(call) + " of the CUDA driver answered " + name + "."};
+}
+
+#define PQ_TRY(expression) \
+  if (Failure failed = (expression); failed.code != 0) return failed
+
+// -- kernels ----------------------------------------------------------------------------------
+
+struct Kernel {
+  std::string code, function;
+  size_t argument;
+  void* loaded = nullptr;  // CUkernel: of no context
+  std::unordered_map<int, int> shared;  // bytes asked for, by device
+};
+
+struct Kept {
+  std::mutex mutex;
+  std::unordered_map<std::string, std::unique_ptr<Kernel>> kernels;
+};
+
+Kept& kept() {
+  static Kept* made = new Kept;  // XLA's threads may outlive static objects
+  return *made;
+}
+
+// The kernel of a digest, ready to be launched in the current context.
+Failure find_kernel(const std::string& digest, int shared, size_t argument, void** function) {
+  Kept& all = kept();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto found = all.kernels.find(digest);
+  if (found == all.kernels.end())
+    return {xla::kNotFound,
+            "The CUDA kernel " + digest.substr(0, 16) +
+                "... of this program is not known in this process. polyquant compiles it where "
+                "the product is traced: trace and compile the program here."};
+  Kernel& kernel = *found->second;
+  if (argument != kernel.argument) return refuse("The kernel's argument is of another size.");
+  const Driver& cuda = driver();
+  if (kernel.loaded == nullptr) {
+    void* library = nullptr;
+    PQ_TRY(check(cuda.library_load(&library, kernel.code.data(), nullptr, nullptr, 0, nullptr,
+                                   nullptr, 0),
+                 "cuLibraryLoadData"));
+    PQ_TRY(check(cuda.library_kernel(&kernel.loaded, library, kernel.function.c_str()),
+                 "cuLibraryGetKernel"));
+  }
+  int device = 0;
+  PQ_TRY(check(cuda.context_device(&device), "cuCtxGetDevice"));
+  auto asked = kernel.shared.find(device);
+  if (asked == kernel.shared.end() || asked->second < shared) {
+    void* now = nullptr;  // loads it here: at its launch a graph may be recorded
+    PQ_TRY(check(cuda.kernel_function(&now, kernel.loaded), "cuKernelGetFunction"));
+    PQ_TRY(check(cuda.kernel_attribute(kMostShared, shared, kernel.loaded, device),
+                 "cuKernelSetAttribute"));
+    kernel.shared[device] = shared;
+  }
+  *function = kernel.loaded;
+  return {};
+}
+
+// -- what XLA hands over ----------------------------------------------------------------------
+
+struct Numbers {
+  const int64_t* data = nullptr;
+  size_t size = 0;
+  int64_t operator[](size_t i) const { return data[i]; }
+};
+
+struct Launch {
+  std::string kernel;
+  Numbers launch, argument, places, map;
+};
+
+bool is_named(const xla::Text* name, const char* wanted) {
+  return name != nullptr && name->data != nullptr && name->size == std::strlen(wanted) &&
+         std::memcmp(name->data, wanted, name->size) == 0;
+}
+
+constexpr size_t kMostArgument = 4096 / 8;  // of a kernel, in int64
+
+Failure read(const xla::Attributes& given, Launch* out) {
+  const std::pair<const char*, Numbers*> wanted[] = {{"launch", &out->launch},
+                                                     {"argument", &out->argument},
+                                                     {"places", &out->places},
+                                                     {"map", &out->map}};
+  if (given.count < 0 || (given.count > 0 && (!given.types || !given.names || !given.each)))
+    return refuse("The custom call's attributes are not readable.");
+  int found = 0;
+  for (int64_t i = 0; i < given.count; ++i) {
+    const void* each = given.each[i];
+    if (each == nullptr) return refuse("An attribute of the custom call is missing.");
+    if (is_named(given.names[i], "kernel") && given.types[i] == xla::kText) {
+      const auto* text = static_cast<const xla::Text*>(each);
+      if (text->data != nullptr) out->kernel.assign(text->data, text->size), ++found;
+    }
+    for (auto [name, numbers] : wanted) {
+      if (!is_named(given.names[i], name) || given.types[i] != xla::kArray) continue;
+      const auto* array = static_cast<const xla::Array*>(each);
+      if (array->dtype != xla::kS64 || (array->size > 0 && array->data == nullptr)) continue;
+      *numbers = {static_cast<const int64_t*>(array->data), array->size};
+      ++found;
+    }
+  }
+  if (found != 5) return refuse("The custom call takes kernel, launch, argument, places and map.");
+  if (out->launch.size != 8 || out->argument.size == 0 || out->argument.size > kMostArgument ||
+      out->places.size % 2 != 0 || (out->map.size != 0 && out->map.size != 8))
+    return refuse("An attribute of the custom call has the wrong number of numbers.");
+  for (size_t i = 0; i < 8; ++i)
+    if (out->launch[i] < (i < 7) || out->launch[i] > INT32_MAX)
+      return refuse("The custom call's launch is out of range.");
+  return {};
+}
+
+// The address of a buffer by its number, operands first.
+Failure address_of(const xla::Frame& frame, int64_t number, void** out) {
+  const xla::Buffers& operands = frame.operands;
+  const xla::Buffers& results = frame.results;
+  const bool is_operand = number < operands.count;
+  const xla::Buffers& side = is_operand ? operands : results;
+  const int64_t i = is_operand ? number : number - std::max<int64_t>(operands.count, 0);
+  if (number < 0 || i < 0 || i >= side.count || side.types == nullptr || side.each == nullptr ||
+      side.types[i] != xla::kBuffer || side.each[i] == nullptr)
+    return refuse("The custom call names a buffer that it has not.");
+  *out = static_cast<const xla::Buffer*>(side.each[i])->data;
+  if (reinterpret_cast<uintptr_t>(*out) % 16 != 0)
+    return {xla::kFailedPrecondition, "A buffer of the product does not begin at whole 16 bytes."};
+  return {};
+}
+
+Failure fill(const xla::Frame& frame, const Launch& given, unsigned char* argument) {
+  const int64_t bytes = static_cast<int64_t>(given.argument.size) * 8;
+  std::memcpy(argument, given.argument.data, bytes);
+  void* address = nullptr;
+  for (size_t i = 0; i < given.places.size; i += 2) {
+    const int64_t offset = given.places[i];
+    if (offset < 0 || offset % 8 != 0 || offset > bytes - 8)
+      return refuse("A buffer's place lies outside of the kernel's argument.");
+    PQ_TRY(address_of(frame, given.places[i + 1], &address));
+    std::memcpy(argument + offset, &address, 8);
+  }
+  if (given.map.size == 0) return {};
+  const Numbers& map = given.map;
+  if (map[0] < 0 || map[0] % int64_t{kMapAlignment} != 0 || map[0] > bytes - int64_t{kMapBytes})
+    return refuse("The tensor map lies outside of the kernel's argument.");
+  PQ_TRY(address_of(frame, map[1], &address));
+  uint64_t extents[3], strides[2];
+  unsigned box[3], ones[3] = {1, 1, 1};
+  for (int i = 0; i < 3; ++i) {
+    if (map[2 + i] < 1 || map[2 + i] > INT32_MAX) return refuse("The tensor map has no extents.");
+    extents[i] = map[2 + i];
+  }
+  for (int i = 0; i < 2; ++i) strides[i] = map[5 + i];
+  box[0] = 64, box[1] = static_cast<unsigned>(std::clamp<int64_t>(map[7], 0, 257)), box[2] = 1;
+  return check(driver().tensor_map(argument + map[0], kBfloat16, 3, address, extents, strides, box,
+                                   ones, 0, kSwizzle128, kPromoteTo256, 0),
+               "cuTensorMapEncodeTiled");
+}
+
+// The context of a stream is the current one for as long as this lives.
+struct Entered {
+  explicit Entered(void* context) : is_in(driver().push_context(context) == 0) {}
+  ~Entered() {
+    void* left = nullptr;
+    if (is_in) driver().pop_context(&left);
+  }
+  Entered(const Entered&) = delete;
+  Entered& operator=(const Entered&) = delete;
+  bool is_in;
+};
+
+Failure run(const xla::Frame& frame, const Launch& given, void* stream) {
+  const Driver& cuda = driver();
+  if (!cuda.is_whole)
+    return {xla::kFailedPrecondition,
+            "libcuda.so.1 of CUDA 12 or newer is not on this machine, so that no CUDA kernel runs."};
+  void* context = nullptr;
+  PQ_TRY(check(cuda.stream_context(stream, &context), "cuStreamGetCtx"));
+  Entered entered(context);
+  if (!entered.is_in) return {xla::kInternal, "The stream's CUDA context cannot be entered."};
+  const Numbers& each = given.launch;
+  const int shared = static_cast<int>(each[7]);
+  void* function = nullptr;
+  PQ_TRY(find_kernel(given.kernel, shared, given.argument.size * 8, &function));
+  if (frame.stage == xla::kInitialize) return {};
+  alignas(kMapAlignment) unsigned char argument[kMostArgument * 8];
+  PQ_TRY(fill(frame, given, argument));
+  LaunchAttribute cluster{};
+  cluster.kind = kCluster;
+  for (int i = 0; i < 3; ++i) cluster.cluster[i] = static_cast<unsigned>(each[3 + i]);
+  const bool has_cluster = each[3] * each[4] * each[5] > 1;
+  LaunchConfig config{};
+  for (int i = 0; i < 3; ++i) config.grid[i] = static_cast<unsigned>(each[i]);
+  config.block[0] = static_cast<unsigned>(each[6]), config.block[1] = config.block[2] = 1;
+  config.shared = static_cast<unsigned>(shared);
+  config.stream = stream;
+  config.attributes = &cluster;
+  config.count = has_cluster;
+  void* arguments[] = {argument};
+  return check(cuda.launch(&config, function, arguments, nullptr), "cuLaunchKernelEx");
+}
+
+// -- XLA's side -------------------------------------------------------------------------------
+
+xla::Error* error_of(const xla::Api* api, int code, const char* message) {
+  xla::ErrorArgs args{sizeof args, nullptr, message, code};
+  return api->create_error(&args);
+}
+
+bool answer_metadata(const xla::Frame& frame) {
+  xla::Extension* first = frame.extensions;
+  if (first == nullptr || first->type != xla::kMetadata) return false;
+  auto* asked = reinterpret_cast<xla::MetadataRequest*>(first)->metadata;
+  if (asked == nullptr) return true;
+  // Of versions between the oldest that has what is used here and the newest, all are meant.
+  const bool tells = frame.api != nullptr && frame.api->version.major == xla::kMajor;
+  asked->version.major = xla::kMajor;
+  asked->version.minor = tells ? frame.api->version.minor : xla::kMinor;
+  asked->traits = xla::kCommandBufferCompatible;
+  return true;
+}
+
+}  // namespace
+
+void keep_cuda_kernel(const std::string& digest, std::string code, std::string function,
+                      size_t argument) {
+  auto made = std::make_unique<Kernel>();
+  made->code = std::move(code);
+  made->function = std::move(function);
+  made->argument = argument;
+  Kept& all = kept();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.kernels.try_emplace(digest, std::move(made));
+}
+
+xla::Error* cuda_launch(xla::Frame* frame) {
+  if (frame == nullptr) return nullptr;
+  if (answer_metadata(*frame)) return nullptr;
+  const xla::Api* api = frame->api;
+  if (api == nullptr || api->create_error == nullptr) return nullptr;  // nothing can be said
+  if (frame->size < offsetof(xla::Frame, future) || api->size < sizeof(xla::Api) ||
+      api->version.major != xla::kMajor)
+    return error_of(api, xla::kFailedPrecondition,
+                    "This XLA speaks another version of its FFI than polyquant's compiled part.");
+  try {
+    Launch given;
+    Failure failed = read(frame->attributes, &given);
+    xla::StreamArgs stream{sizeof stream, nullptr, frame->context, nullptr};
+    if (failed.code == 0) {
+      if (xla::Error* error = api->get_stream(&stream)) return error;  // XLA's own
+      failed = run(*frame, given, stream.stream);
+    }
+    return failed.code == 0 ? nullptr : error_of(api, failed.code, failed.message.c_str());
+  } catch (const std::exception& error) {
+    return error_of(api, xla::kInternal, error.what());
+  }
+}
+
+}  // namespace pq

@@ -1,0 +1,26 @@
+// CUDA kernels launched from XLA's programs. A launch is data: the attributes of a custom call.
+#pragma once
+
+#include <string>
+
+#include "xla_ffi.h"
+
+namespace pq {
+
+// Keeps machine code under its digest, by which launches name it. `argument`: bytes of the one
+// argument of its function. What is kept already stays.
+void keep_cuda_kernel(const std::string& digest, std::string code, std::string function,
+                      size_t argument);
+
+// The handler of XLA's custom call, of its stages "initialize" and "execute". Attributes:
+//   kernel: the digest.
+//   launch: blocks along x, y, z; those of a cluster; threads of a block; bytes of its shared memory.
+//   argument: the argument's bytes, as int64.
+//   places: pairs of an offset in the argument and the number of the buffer whose address goes
+//       there, operands first.
+//   map: nothing, or a CUtensorMap of bf16 in three axes with the 128-byte swizzle: its offset and
+//       buffer, extents from the last axis on, bytes between lines of the others, and rows of a tile (of 64 values).
+// It only enqueues, on XLA's stream.
+xla::Error* cuda_launch(xla::Frame* frame);
+
+}  // namespace pq
