@@ -107,6 +107,37 @@ def words_of(codes_ptr, line, first, inside, stride, BITS: tl.constexpr, SEGMENT
 
 
 @triton.jit
+def field_of(words, at, end, PLACE: tl.constexpr, BITS: tl.constexpr):
+    """Field PLACE of 32, which are BITS words from word ``at`` on."""
+    WORD: tl.constexpr = PLACE * BITS // 32
+    SHIFT: tl.constexpr = PLACE * BITS % 32
+    found = tl.load(words + WORD, mask=at + WORD < end, other=0).to(tl.uint32) >> SHIFT
+    if SHIFT + BITS > 32:
+        more = tl.load(words + WORD + 1, mask=at + WORD + 1 < end, other=0).to(tl.uint32)
+        found = found | (more << (32 - SHIFT))
+    return (found & (2**BITS - 1)).to(tl.int32)
+
+
+@triton.jit
+def woven(words, at, end, FIRST: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr):
+    """Every STEP-th field from FIRST on of 32, side by side."""
+    if STEP == 32:
+        return field_of(words, at, end, FIRST, BITS)
+    else:
+        even = woven(words, at, end, FIRST, STEP * 2, BITS)
+        return tl.join(even, woven(words, at, end, FIRST + STEP, STEP * 2, BITS))
+
+
+@triton.jit
+def across_words(codes_ptr, line, first, inside, stride, BITS: tl.constexpr, SEGMENT: tl.constexpr):
+    """The same of fields that lie across words, 32 of a lane."""
+    at = (first // 32 * BITS)[:, None] + (tl.arange(0, SEGMENT // 32) * BITS)[None, :]
+    words = codes_ptr.to(tl.pointer_type(tl.int32)) + (line * (stride // 4))[:, None] + at
+    end = tl.where(inside, stride // 4, 0)[:, None]
+    return tl.reshape(woven(words, at, end, 0, 1, BITS), (line.shape[0], SEGMENT))
+
+
+@triton.jit
 def bytes_of(codes_ptr, line, at, mask, stride, BITS: tl.constexpr, NATIVE: tl.constexpr):
     """Fields at places ``at`` of lines, from the one or two bytes that hold each."""
     if NATIVE:
@@ -168,7 +199,10 @@ def decode_kernel(
         row = tl.load(rows_ptr + line // lines_a_row, mask=inside, other=0)
         source = row * lines_a_row + line % lines_a_row
     if BY_WORDS:
-        field = words_of(codes_ptr, source, first, inside, stride, BITS, SEGMENT)
+        if 32 % BITS == 0:
+            field = words_of(codes_ptr, source, first, inside, stride, BITS, SEGMENT)
+        else:
+            field = across_words(codes_ptr, source, first, inside, stride, BITS, SEGMENT)
     else:
         field = bytes_of(codes_ptr, source[:, None], at, mask, stride, BITS, NATIVE)
     values = number_of(field, table_ptr, KIND, BITS, MANTISSA)
@@ -321,8 +355,8 @@ def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool, taken: i
     segment, scales = _segments(length, extent, count)
     bits, is_native = scheme.bits, scheme.store is QuantStore.NATIVE
     stride = line_size_bytes(length, bits, scheme.store)
-    by_words = is_aligned and 8 % bits == 0 and stride % 4 == 0 and segment * bits % 32 == 0
-    by_words = by_words and (bits == 8 or not is_native)
+    by_words = is_aligned and stride % 4 == 0 and (bits == 8 or not is_native)
+    by_words = by_words and segment % (32 // bits if 8 % bits == 0 else 32) == 0
     a_line = -(-length // segment)
     a_row = math.prod(laid[1:-1])
     segments = (laid[0] if taken is None else taken) * a_row * a_line

@@ -22,7 +22,7 @@ from polyquant.backends.torch.cuda.decode import grid_of, leading
 from polyquant.backends.torch.cuda.kernels import why_not_encode
 from polyquant.codec import line_size_bytes
 from polyquant.kernel import Seen
-from polyquant.qtensor import QTensor
+from polyquant.qtensor import QTensor, from_fields
 from polyquant.scheme import OffsetKind, QuantScheme
 from polyquant.standard import Params
 from polyquant.tables import CUSTOM, named_table, steps
@@ -100,74 +100,82 @@ class _How(NamedTuple):
 def _quantize(
     x: torch.Tensor, scheme: QuantScheme, calibration: str, params: Params | None, how: _How
 ) -> QTensor:
-    name, argument = calibrate.check(calibration, scheme)
     values = (x.to(torch.float32) if x.dtype is torch.float64 else x).contiguous()
     shape = tuple(x.shape)
     stride = line_size_bytes(shape[-1] if shape else 1, scheme.bits, scheme.store)
     data = torch.empty((*shape[:-1], stride), dtype=torch.uint8, device=x.device)
     finds = False
-    if params is None and name == "minmax" and scheme.table != CUSTOM and data.numel():
+    if params is None and calibration == "minmax" and scheme.table != CUSTOM and data.numel():
         params, finds = _minmax(values, scheme, how)
     if params is None:
+        name, argument = calibrate.check(calibration, scheme)
         rule = "saturate" if how.saturates else "raise"
         params = calibrate.METHODS[name][0](x, scheme, how.table, rule, argument)
     if data.numel():
         _encode(values, scheme, params, data, how, finds=finds)
-    return QTensor(
-        scheme,
-        shape,
-        data,
-        params.scales,
-        tensor_scale=params.tensor_scale,
-        offsets=params.offsets,
-        table=params.table,
-        device=f"torch:{x.device}",
-    )
+    grids = (params.scales, params.tensor_scale, params.offsets, params.table)
+    return from_fields(scheme, shape, data, *grids, tuple(range(x.ndim)), f"torch:{x.device}")
 
 
 # -- ranges -----------------------------------------------------------------------------------
 
 
+class _Plan(NamedTuple):
+    """How "minmax" goes for one scheme and shape: the kernel that finds ranges ("" where none
+    does), the grid, in which dtypes it gives scales and offsets, and whether those are quantized.
+    """
+
+    kernel: str
+    grid: tuple[int, ...]
+    scales: torch.dtype
+    offsets: torch.dtype | None
+    is_nested: bool
+
+
+@lru_cache(maxsize=4096)
+def _plan(scheme: QuantScheme, shape: tuple[int, ...], kind: int) -> _Plan:
+    offset = None if scheme.offset is None else scheme.offset.dtype
+    is_nested = isinstance(scheme.scale, QuantScheme) or isinstance(offset, QuantScheme)
+    found = "calibrate"
+    if scheme.block is None:
+        found = "" if is_nested or offset is not None else "largest"
+    elif _holds(scheme, shape or (1,), kind):
+        found = "encode"
+    elif len(scheme.block) != 2 or scheme.block_extents(shape)[-1] > 256:
+        found = ""
+    if offset is not None and scheme.tensor_scale is not None:
+        found = ""
+    is_bias = scheme.offset is not None and scheme.offset.kind is OffsetKind.BIAS
+    if isinstance(scheme.scale, QuantScheme) and scheme.offset is not None and not is_bias:
+        found = ""  # zero points follow from scales as they are stored
+    dtypes = _storage(scheme.scale), None if offset is None else _storage(offset)
+    return _Plan(found, scheme.scale_shape(shape), *dtypes, is_nested)
+
+
 def _minmax(x: torch.Tensor, scheme: QuantScheme, how: _How) -> tuple[Params | None, bool]:
     """The parameters (None: no kernel finds them), and whether they come with the codes."""
-    if scheme.offset is not None and scheme.tensor_scale is not None:
+    plan = _plan(scheme, tuple(x.shape), _KINDS[x.dtype])
+    if not plan.kernel:
         return None, False
-    is_nested = isinstance(scheme.scale, QuantScheme)
-    if is_nested and scheme.offset is not None and scheme.offset.kind is not OffsetKind.BIAS:
-        return None, False  # zero points follow from scales as they are stored
-    shape = tuple(x.shape) or (1,)
-    holds = _holds(scheme, shape, _KINDS[x.dtype])
-    if scheme.block is None:
-        if not holds and (scheme.offset is not None or is_nested):
-            return None, False
-    elif not holds and not (len(scheme.block) == 2 and scheme.block_extents(shape)[-1] <= 256):
-        return None, False
-    params = _empty(x, scheme, how)
-    is_nested = is_nested or _is_quantized_offset(scheme)
-    if holds:
-        if not is_nested:
+    params = _empty(x, scheme, plan, how)
+    if plan.kernel == "encode":
+        if not plan.is_nested:
             return params, True
         _encode(x, scheme, params, None, how, finds=True)
-    elif scheme.block is None:
+    elif plan.kernel == "largest":
         _largest(x, scheme, params.scales, how)
     else:
         _calibrate(x, scheme, params, how)
-    return (_nested(scheme, params) if is_nested else params), False
+    return (_nested(scheme, params) if plan.is_nested else params), False
 
 
 def _holds(scheme: QuantScheme, shape: tuple[int, ...], kind: int) -> bool:
     """Whether a block of threads, or some lanes of it, hold a block's values."""
-    if scheme.block is None:
-        return False
     *outer, height, extent = (1, *scheme.block_extents(shape))
     per = _per_run(kind)
     if math.prod(outer) != 1 or (height > 1 and extent < per):
         return False
     return height * -(-extent // per) <= ROW_RUNS * _MOST_THREADS
-
-
-def _is_quantized_offset(scheme: QuantScheme) -> bool:
-    return scheme.offset is not None and isinstance(scheme.offset.dtype, QuantScheme)
 
 
 def _nested(scheme: QuantScheme, params: Params) -> Params:
@@ -187,16 +195,15 @@ def _quantized(numbers: Any, stored: Any) -> Any:
     return quantize(numbers, stored, "minmax", table=standard.named_constant(numbers, stored))
 
 
-def _empty(x: torch.Tensor, scheme: QuantScheme, how: _How) -> Params:
+def _empty(x: torch.Tensor, scheme: QuantScheme, plan: _Plan, how: _How) -> Params:
     """Where a kernel puts scales and offsets; with two levels, the tensor's scale."""
-    grid, device = scheme.scale_shape(tuple(x.shape)), x.device
-    scales = torch.empty(grid, dtype=_storage(scheme.scale), device=device)
+    scales = torch.empty(plan.grid, dtype=plan.scales, device=x.device)
     whole = offsets = None
     if scheme.tensor_scale is not None:
-        whole = torch.empty((), dtype=torch.float32, device=device)
+        whole = torch.empty((), dtype=torch.float32, device=x.device)
         _largest(x, scheme, whole, how)
-    if scheme.offset is not None:
-        offsets = torch.empty(grid, dtype=_storage(scheme.offset.dtype), device=device)
+    if plan.offsets is not None:
+        offsets = torch.empty(plan.grid, dtype=plan.offsets, device=x.device)
     return Params(scales, whole, offsets, how.table)
 
 
@@ -365,6 +372,7 @@ def _power(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+@lru_cache(maxsize=4096)
 def _options(
     scheme: QuantScheme,
     *,
