@@ -42,9 +42,12 @@ def blocks_of(scheme: QuantScheme, shape: Sequence[int]) -> Blocks:
 
 def row_runs(blocks: Blocks, *, whole: bool) -> Iterator[Rows]:
     """Cut a tensor into runs of rows of about CHUNK elements (or leave it whole)."""
+    if whole:  # whose extents may be symbols
+        yield Rows(slice(None), slice(None), blocks)
+        return
     height, extent = blocks.shape[0], blocks.extents[0]
     step = height
-    if not whole and math.prod(blocks.shape) > CHUNK:
+    if math.prod(blocks.shape) > CHUNK:
         step = max(1, CHUNK // max(1, math.prod(blocks.shape[1:])))
         if blocks.counts[0] > 1:
             step = max(1, step // extent) * extent

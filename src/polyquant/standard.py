@@ -29,7 +29,7 @@ from polyquant.arithmetic import subtracts as subtracts
 from polyquant.arrays import Array, backend_of, constant, dtype, known, namespace, place
 from polyquant.blocks import Rows, blocks_of, merge, row_runs, split, spread
 from polyquant.codec import pack, unpack
-from polyquant.qtensor import QTensor
+from polyquant.qtensor import QTensor, from_fields
 from polyquant.scheme import OffsetKind, QuantScheme
 from polyquant.tables import CUSTOM, named_table, steps
 from polyquant.values import (
@@ -69,7 +69,7 @@ def reduce_blocks(x: Array, scheme: QuantScheme, kind: str, *, nonfinite: str) -
         part = split(xp, xp.abs(part) if kind == "max_abs" else part, run.blocks, fill)
         axes = tuple(range(1, 2 * len(blocks.shape), 2))
         found.append((xp.min if kind == "min" else xp.max)(part, axis=axes))
-    if blocks.counts[0] > 1:
+    if len(found) > 1 and blocks.counts[0] > 1:
         result = xp.concat(found, axis=0)
     else:
         result = found[0]
@@ -361,17 +361,9 @@ def quantize(x: Array, scheme: QuantScheme, params: Params, *, nonfinite: str) -
     data = _join(xp, runs)
     if len(blocks.shape) == 1:
         data = pack(xp, data, scheme.value, scheme.store)
-    owner = backend_of(x)
-    return QTensor(
-        scheme,
-        tuple(x.shape),
-        data,
-        params.scales,
-        tensor_scale=params.tensor_scale,
-        offsets=params.offsets,
-        table=params.table,
-        device=owner.device_of(x),
-    )
+    axes, device = tuple(range(len(x.shape))), backend_of(x).device_of(x)
+    parts = (params.scales, params.tensor_scale, params.offsets, params.table)
+    return from_fields(scheme, tuple(x.shape), data, *parts, axes, device)
 
 
 def offset_numbers(offsets: Array) -> Array:

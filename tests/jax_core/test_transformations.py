@@ -212,6 +212,29 @@ def test_export_with_a_symbolic_extent() -> None:
         close(exported.call(x_of(count, K)), layer(x_of(count, K), q))
 
 
+@pytest.mark.parametrize("name", ["q4s/32:f16", "nvfp4", "u4/32:f16-zero:u4"])
+def test_weights_and_activations_may_have_symbolic_extents(name: str) -> None:
+    count, rows = jax.export.symbolic_shape("count, rows")
+    of = weight(name)
+    shapes = jax.tree.map(
+        lambda part: jax.ShapeDtypeStruct((count, *part.shape[1:])[: part.ndim], part.dtype), of
+    )
+    x = jax.ShapeDtypeStruct((rows, K), jnp.float32)
+
+    def run(x: Any, q: Any) -> Any:
+        made = pq.quantize(x, name)
+        return pq.linear(x, q, activations="q8s/row:f32"), q.dequantize(), made, q
+
+    exported = jax.export.export(jax.jit(run), **UNCHECKED)(x, shapes)
+    again = jax.export.deserialize(exported.serialize())
+    q, x = pq.quantize(x_of(48, K), name), x_of(7, K)
+    y, values, made, back = again.call(x, q)
+    close(y, pq.linear(x, q, activations="q8s/row:f32"))
+    assert_same_bits(host(values), host(q.dequantize()))
+    assert made.to_data() == pq.quantize(x, name).to_data()
+    assert back.to_data() == q.to_data()
+
+
 def test_only_other_structures_are_traced_anew() -> None:
     traces = []
 

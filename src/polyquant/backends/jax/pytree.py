@@ -209,7 +209,9 @@ def _refuse(q: QTensor, part: str, wanted: str, got: Any) -> None:
 
 
 def _as_bytes(described: Static) -> bytes:
-    return json.dumps(vars(described) | {"scheme": described.scheme.to_json()}).encode()
+    # Extents that are symbols follow from leaves: 0 stands for them.
+    known = vars(described) | {"scheme": described.scheme.to_json(), "whole": None}
+    return json.dumps(known, default=lambda _: 0).encode()
 
 
 def _from_bytes(form: bytes) -> Static:
