@@ -169,6 +169,7 @@ BACKEND = Backend(
         "cpu": (_TRANSFORMS, "polyquant.jax.host", "polyquant.backends.definition"),
         "gpu": (
             _TRANSFORMS,
+            "polyquant.backends.jax.cuda",
             "polyquant.backends.jax.pallas",
             "polyquant.backends.jax.accelerators",
         ),

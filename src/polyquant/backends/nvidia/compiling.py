@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from cuda.bindings import nvrtc
+from cuda.bindings import driver, nvrtc
 
-from polyquant.backends.nvidia import SOURCES
+from polyquant.backends.nvidia import SOURCES, Gpu
 from polyquant.errors import BackendMissing
 
 
@@ -38,6 +38,17 @@ def compiled(
     answer_of(nvrtc.nvrtcGetCUBIN(program, cubin))
     answer_of(nvrtc.nvrtcDestroyProgram(program))
     return cubin
+
+
+def gpu_of(device: int, name: str, capability: tuple[int, int]) -> Gpu:
+    """What plans ask of a GPU, by its number in this process."""
+    place, kinds = answer_of(driver.cuDeviceGet(device)), driver.CUdevice_attribute
+    asked = (
+        kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+        kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+    )
+    found = (int(answer_of(driver.cuDeviceGetAttribute(kind, place))) for kind in asked)
+    return Gpu(name, capability, *found)
 
 
 def answer_of(answer: tuple[Any, ...]) -> Any:

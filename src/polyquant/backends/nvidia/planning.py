@@ -156,6 +156,11 @@ class Plan(NamedTuple):
     numbers: tuple[int, ...]
     map_rows: int
 
+    @property
+    def cluster(self) -> tuple[int, int, int]:
+        """Blocks of threads of a cluster."""
+        return 1, 1, self.grid[2]
+
 
 class Shapes(NamedTuple):
     """The weight's stored shape, whether its last axis is n, products of the batch, and rows of x

@@ -1,0 +1,100 @@
+"""CUDA kernels in XLA's programs: a custom call whose attributes say what is launched.
+
+The handler is compiled (native/cuda_launch.cpp). A program names a kernel by a digest of what it
+is compiled of: machine code stays in the process that traced it, and no other can run instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Any
+
+import jax
+import numpy as np
+
+from polyquant.backends.jax.cuda import capability_of
+from polyquant.backends.nvidia import SOURCES, Gpu
+from polyquant.backends.nvidia.planning import Code, Operands, Plan, Tiled
+
+_TARGET = "polyquant_cuda_launch"
+#: What plans are made for where JAX sees no GPU: they are lowered, and cannot run.
+_ABSENT = Gpu("NVIDIA H200", (9, 0), 227 << 10, 132)
+_BYTES_OF_BF16 = 2
+
+
+@cache
+def gpu_here() -> Gpu:
+    """What plans ask of the GPUs that JAX sees, which are of one kind."""
+    found = next((device for device in jax.devices() if device.platform == "gpu"), None)
+    if found is None:
+        return _ABSENT
+    from polyquant.backends.nvidia.compiling import gpu_of
+
+    return gpu_of(found.local_hardware_id, found.device_kind, capability_of(found))
+
+
+@cache
+def _native() -> Any:
+    """The compiled part, known to XLA as the handler of these calls."""
+    found = import_module("polyquant._native")
+    handler = found.cuda_launch()
+    stages = {"initialize": handler, "execute": handler}
+    jax.ffi.register_ffi_target(_TARGET, stages, platform="CUDA", api_version=1)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _kernel(code: Code, capability: tuple[int, int], argument: int) -> str:
+    """The digest of a kernel, which is compiled and kept where there is a GPU to run it."""
+    said = repr((code, capability, argument)).encode()
+    files = ((SOURCES / each).read_bytes() for each in code.sources)
+    digest = hashlib.sha256(b"\0".join((said, *files))).hexdigest()
+    if gpu_here() is not _ABSENT:
+        from polyquant.backends.nvidia.compiling import compiled
+
+        cubin = compiled(code.sources, code.options, capability, code.before)
+        _native().keep_cuda_kernel(digest, cubin, "matmul", argument)
+    return digest
+
+
+def launch(
+    plan: Plan,
+    operands: Operands,
+    arrays: dict[str, Any],
+    extents: tuple[int, int, int],
+    out: jax.ShapeDtypeStruct,
+) -> Any:
+    """The result of a product's kernel. ``arrays``: by the names of the argument's addresses, x and
+    those that there are; ``extents``: of x, products of the batch first."""
+    argument: ctypes.Structure = operands
+    begin, tiles = 0, []
+    if plan.map_rows:
+        argument = Tiled((ctypes.c_uint8 * 128)(), operands, *plan.blocks)
+        begin = Tiled.operands.offset
+        lines = [_BYTES_OF_BF16 * extents[2] * each for each in (1, extents[1])]
+        tiles = [Tiled.x.offset, 0, *reversed(extents), *lines, plan.map_rows]
+    names = [*arrays, "y"]
+    places = [
+        (begin + getattr(Operands, name).offset, number)
+        for number, name in enumerate(names)
+        if name != "x" or not plan.map_rows
+    ]
+    size = ctypes.sizeof(argument)
+    capability = gpu_here().capability
+    call = jax.ffi.ffi_call(_TARGET, out)
+    return call(
+        *arrays.values(),
+        kernel=_kernel(plan.code, capability, size),
+        launch=_numbers((*plan.grid, *plan.cluster, plan.threads, plan.shared_bytes)),
+        argument=np.frombuffer(bytes(argument), np.int64),
+        places=_numbers([each for pair in places for each in pair]),
+        map=_numbers(tiles),
+    )
+
+
+def _numbers(given: Sequence[int]) -> Any:
+    return np.array(given, np.int64)

@@ -1,0 +1,131 @@
+"""Products of float rows with a quantized weight on tensor cores, by CUDA C++ on JAX's arrays.
+
+``backends/nvidia/planning.py`` says what runs, ``launch.py`` how XLA launches it. A weight's other
+axes are a batch, as those of ``vmap`` are.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from polyquant import standard
+from polyquant.backends.jax.cuda.launch import gpu_here, launch
+from polyquant.backends.nvidia import planning
+from polyquant.backends.nvidia.planning import Grids, Lines, Shapes, step_of
+from polyquant.backends.nvidia.schemes import type_number
+from polyquant.qtensor import QTensor
+from polyquant.values import QuantMode
+
+Array = Any
+
+
+@partial(jax.jit, static_argnames="kind")
+def matmul(x: Array, weight: QTensor, kind: Any) -> Array:
+    """``x @ weight``, accumulated in float32: x (..., m, k) or (k,), weight (..., k, n).
+
+    The weight's last two axes are stored last, in either order; its other axes are those of ``x``
+    or are broadcast against. ``kind``: the dtype of the result.
+    """
+    k, n = weight.shape[-2:]
+    batch = weight.shape[:-2]
+    rows = x[None] if x.ndim == 1 else x
+    whole = np.broadcast_shapes(rows.shape[:-2], batch)
+    of_weight = (1,) * (len(whole) - len(batch)) + batch
+    own = [i for i, extent in enumerate(of_weight) if extent > 1]
+    order = [*own, *(i for i in range(len(whole)) if i not in own)]  # what is no batch is rows
+    if own:
+        rows = jnp.broadcast_to(rows, (*whole, *rows.shape[-2:]))
+        rows = jnp.transpose(rows, (*order, len(whole), len(whole) + 1))
+    y = _product(rows.reshape(math.prod(batch), -1, k), weight, jnp.dtype(kind))
+    if own:
+        y = y.reshape(*(whole[i] for i in order), x.shape[-2] if x.ndim > 1 else 1, n)
+        y = jnp.transpose(y, (*(order.index(i) for i in range(len(whole))), -2, -1))
+    return y.reshape(*whole, *(x.shape[-2:-1] if x.ndim > 1 else ()), n)
+
+
+def _product(x: Array, weight: QTensor, kind: Any) -> Array:
+    """x (batch, m, k) by a weight whose other axes are that batch; any of them under vmap."""
+    run = jax.custom_batching.custom_vmap(lambda x, weight: _by_rows(x, weight, kind))
+    run.def_vmap(partial(_mapped, kind))
+    made: Array = run(x, weight)
+    return made
+
+
+def _mapped(kind: Any, size: int, is_batched: Any, x: Array, weight: QTensor) -> tuple[Array, bool]:
+    """Rows of one weight side by side; of several weights one product after the other."""
+    if not any(jax.tree.leaves(is_batched[1])):
+        rows = jnp.moveaxis(x, 0, 1)  # (batch, size, m, k)
+        y = _product(rows.reshape(rows.shape[0], -1, rows.shape[-1]), weight, kind)
+        return jnp.moveaxis(y.reshape(*rows.shape[:-1], y.shape[-1]), 1, 0), True
+    every = jax.tree.map(
+        lambda leaf, mine: leaf if mine else jnp.broadcast_to(leaf, (size, *leaf.shape)),
+        (x, weight),
+        tuple(is_batched),
+    )
+    return lax.map(lambda each: _product(each[0], each[1], kind), every), True
+
+
+def _by_rows(x: Array, weight: QTensor, kind: Any) -> Array:
+    """As many rows at a time as planes of float32 leave together."""
+    planes, m = planning.PLANES[str(x.dtype)], x.shape[1]
+    step = planning.TOGETHER // planes if planes > 1 else m
+    parts = [_launched(x[:, i : i + step], weight, kind) for i in range(0, m, step)]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def _launched(x: Array, weight: QTensor, kind: Any) -> Array:
+    batch, m, k = x.shape
+    scheme, n, by_n = weight.scheme, weight.shape[-1], weight.axes[-1] == weight.ndim - 1
+    entering, gpu = str(x.dtype), gpu_here()
+    out = str(kind) if str(kind) in planning.OUT else "float32"
+    tiles = planning.tiles_for(scheme, (m, n, k), entering, gpu, by_n=by_n)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, -k % 8)))
+    if entering == "float32":
+        x = split_planes(x)
+    arrays = {"x": x, "codes": weight.data}
+    lines = [Lines(0, weight.data.shape[-1], math.prod(weight.data.shape[-2:]) * (batch > 1))]
+    stored: dict[str, tuple[Any, Any]] = {"scales": (weight.scales, scheme.scale)}
+    if scheme.offset is not None:
+        stored["offsets"] = weight.offsets, scheme.offset.dtype
+    for name, (part, dtype) in stored.items():
+        arrays[name] = standard.dequantize(part, None) if isinstance(part, QTensor) else part
+        lines.append(planning.lines_of(type_number(dtype), arrays[name].shape, batch))
+    if weight.tensor_scale is not None:
+        arrays["tensor_scale"] = weight.tensor_scale
+    if scheme.mode is QuantMode.LOOKUP:
+        arrays["table"] = weight.table
+    if scheme.offset is None:
+        lines.append(Lines(0, 0, 0))
+    codes, scales, offsets = (step_of(each.stride | each.batch) for each in lines)
+    steps = (codes, scales, 1 if scheme.offset is None else offsets)
+    shapes = Shapes(weight.stored_shape, by_n, batch, x.shape[1])
+    grids = Grids(lines[1].kind, lines[2].kind, steps)
+    plan = planning.plan(scheme, shapes, (entering, out), grids, tiles, gpu)
+    argument = planning.argument_of(plan, shapes, (0,) * 5, lines)
+    result = jax.ShapeDtypeStruct((batch, m, n), out)
+    return launch(plan, argument, arrays, x.shape, result).astype(kind)
+
+
+def split_planes(x: Array) -> Array:
+    """Lines (batch, m, k) of float32 as bf16 (batch, 3 m, k): three that add up to each.
+
+    The upper 8 bits of the significand, the next 8, and the rest: exact where none is subnormal.
+    """
+    rest, planes, is_finite = x, [], jnp.isfinite(x)
+    for plane in range(3):
+        bits = lax.bitcast_convert_type(rest, jnp.uint32)
+        upper = bits & np.uint32(0xFFFF0000) if plane < 2 else bits
+        part = lax.bitcast_convert_type(upper, jnp.float32)
+        if plane == 0:
+            part = jnp.where(jnp.isnan(x), jnp.nan, part)  # one, whatever its payload
+        planes.append(part.astype(jnp.bfloat16))
+        rest = jnp.where(is_finite, rest - part, 0.0)
+    batch, m, k = x.shape
+    return jnp.stack(planes, axis=2).reshape(batch, 3 * m, k)
