@@ -47,8 +47,11 @@ SCHEMES = (
 )
 WITH_BARS = ("q8s-32", "mxfp8", "q3s/64:f16")
 #: Quantized and dequantized besides SCHEMES; and looked up, as tables of EMBEDDING.
-CONVERTED = ("q8s-32", "fp8-128x128")
-LOOKED_UP = ("q4s-32", "u4/32:f16-zero:u4", "nf4", "mxfp4", "q8s-row")
+CONVERTED = (
+    "q8s-32", "q8s-tensor", "fp8-128x128", "q4s/2x16:f16", "mxfp6-e3m2", "mxfp8", "q3s/64:f16",
+    "u4/64:f16+bias:f16", "nf4-double", "u4/32:(u6/8:f16)+bias:(q6s/8:f16)",
+)  # fmt: skip
+LOOKED_UP = ("q4s-32", "u4/32:f16-zero:u4", "nf4", "nf4-double", "mxfp4", "q8s-row")
 EMBEDDING, INDICES = (128256, 4096), (1, 64, 4096)
 PAIRS = (
     ("fp8-tensor", "fp8-tensor"),
@@ -208,7 +211,10 @@ def measure_pairs(
 
 
 def measure_conversions(scheme: str) -> dict[str, Any]:
-    """Quantizing and dequantizing 8192 x 8192: GB/s of what is read and written."""
+    """Quantizing and dequantizing 8192 x 8192: GB/s of what is read and written, ``x`` once.
+
+    ``call_*_us``: a call of ``pq.quantize``, which looks for NaN and waits.
+    """
     n, k = SHAPES[0]
     found: dict[str, Any] = {"scheme": scheme}
     for kind in ("float32", "bfloat16"):
@@ -225,7 +231,20 @@ def measure_conversions(scheme: str) -> dict[str, Any]:
             made = pq.scheme(scheme)
             us = time_us([lambda x=x: encode.quantize(x, made, "minmax", table=table) for x in xs])  # noqa: B023
             found[f"quantize_{kind}_gb_s"] = round(moved / us / 1e3)
+        found[f"call_{kind}_us"] = wall_us(lambda: pq.quantize(xs[0], scheme), 30)  # noqa: B023
     return found
+
+
+def wall_us(call: Callable[[], Any], rounds: int) -> float:
+    """The median of what a call takes that waits for the GPU."""
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return round(median(times) * 1e6, 1)
 
 
 def measure_embeddings() -> list[dict[str, Any]]:
