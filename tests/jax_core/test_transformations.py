@@ -22,7 +22,7 @@ import polyquant.jax as pqj  # noqa: E402
 SCHEMES = ("q4s/32:f16", "nvfp4", "u4[nf4]/64:f32~flat", "u4/32:(u6/8:f16)+bias:(q6s/8:f16)")
 LAYERS, N, K = 3, 32, 32
 #: What exports must be told of the kernels of GPUs; on the CPU there is nothing to be told.
-KERNELS_OF_GPUS = ("__gpu$xla.gpu.triton",)
+KERNELS_OF_GPUS = ("__gpu$xla.gpu.triton", "polyquant_cuda_launch")
 UNCHECKED: dict[str, Any] = {
     "disabled_checks": [
         jax.export.DisabledSafetyCheck.custom_call(name)
