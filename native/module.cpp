@@ -126,7 +126,7 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-thread_local Scratch x_scratch, codes_scratch, task_scratch;
+thread_local Scratch x_scratch, codes_scratch, rounded_scratch, task_scratch;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -248,30 +248,43 @@ class Matrix {
   // out (m, n) = x @ this, transposed, by products of integers; false where a scale is too large
   // for them, or float32 is as fast.
   bool matmul_codes(const Matrix& x, const Bytes& bytes, const Writable& out, int threads) const {
-    const Weight8 kind = bytes.kind();
-    const int64_t rows = x.w_.lines;
-    require(kind.bits == w_.bits && x.w_.kind != Kind::kMinifloat && x.w_.kind != Kind::kTable256,
-            "no such codes");
-    require(kind.has_zero_point == (w_.offset_kind == OffsetKind::kZeroPoint), "no such zero points");
-    require(x.w_.length == w_.length && w_.length > 0, "x does not fit the weight");
-    for (const Weight* side : {&x.w_, &w_})
-      require(side->grid_length == 1 || side->block % 32 == 0, "blocks of 32 codes are wanted");
-    require(out.ndim() == 2 && static_cast<int64_t>(out.shape(0)) == rows &&
-                static_cast<int64_t>(out.shape(1)) == w_.lines && (w_.lines < 2 || out.stride(1) == 1),
-            "the output does not fit");
-    const Output y{out.data(), float_of(out), out.stride(0)};
+    require(x.w_.kind != Kind::kMinifloat && x.w_.kind != Kind::kTable256, "no such codes");
+    const Output y = check_codes(x.w_, bytes.kind(), out);
     nb::gil_scoped_release release;
+    return multiply_codes(x.w_, bytes.kind(), y, threads);
+  }
+
+  // The output of a product of codes. Refuses what does not fit.
+  Output check_codes(const Weight& x, const Weight8& kind, const Writable& out) const {
+    require(kind.bits == w_.bits, "no such codes");
+    require(kind.has_zero_point == (w_.offset_kind == OffsetKind::kZeroPoint), "no such zero points");
+    require(x.length == w_.length && w_.length > 0, "x does not fit the weight");
+    for (const Weight* side : {&x, &w_})
+      require(side->grid_length == 1 || side->block % 32 == 0, "blocks of 32 codes are wanted");
+    require(out.ndim() == 2 && static_cast<int64_t>(out.shape(0)) == x.lines &&
+                static_cast<int64_t>(out.shape(1)) == w_.lines && (w_.lines < 2 || !x.lines || out.stride(1) == 1),
+            "the output does not fit");
+    return {out.data(), float_of(out), out.stride(0)};
+  }
+
+  static bool has_codes_kernel(const Kernels& k, const Weight8& kind, int64_t rows) {
+    return k.panel8 || rows <= k.step8(kind).most_rows;
+  }
+
+  // A product that was checked, without the GIL: see matmul_codes.
+  bool multiply_codes(const Weight& x, const Weight8& kind, const Output& y, int threads) const {
+    const int64_t rows = x.lines;
     if (!rows || !w_.lines) return true;
     const Kernels& k = *chosen;
+    if (!has_codes_kernel(k, kind, rows)) return false;
     const bool by_dots = rows <= k.step8(kind).most_rows;
-    if (!by_dots && !k.panel8) return false;
     const int workers = threads_for(rows * w_.lines * w_.length, threads);
     const int64_t padded = ceil_div(w_.length, 64) * 64, units = padded / 32;
     float* const memory = codes_scratch.floats(rows * (padded / 4 + units));
     const Codes8 codes{reinterpret_cast<int8_t*>(memory + rows * units), memory, padded, units};
     std::atomic<bool> fine{true};
     parallel_for(ceil_div(rows, 16), workers, [&](int64_t i) {
-      if (!k.pack_codes(x.w_, i * 16, std::min(rows, i * 16 + 16), codes)) fine = false;
+      if (!k.pack_codes(x, i * 16, std::min(rows, i * 16 + 16), codes)) fine = false;
     });
     if (fine) fine = by_dots ? by_dots8(k, kind, codes, rows, y, workers)
                              : by_panels8(k, kind, codes, rows, y, workers);
@@ -535,6 +548,51 @@ class Coder {
     e_.rounds_first = rounds_first;
   }
 
+  // out (m, n) = x, quantized by these integers in blocks along its lines with float32 scales, times
+  // the weight, transposed. None where x is not finite, else as Matrix::matmul_codes.
+  std::optional<bool> matmul(const Array& x, int64_t block, float range, const Matrix& weight,
+                             const Bytes& bytes, const Writable& out, int threads) const {
+    require(e_.code == Code::kInteger && e_.offset_kind == OffsetKind::kNone && e_.low >= -128 &&
+                e_.high <= 127 && range > 0,
+            "signed integers are wanted");
+    require(x.ndim() == 2, "x has two axes");
+    const int64_t rows = static_cast<int64_t>(x.shape(0));
+    Weight w = geometry({rows, static_cast<int64_t>(x.shape(1))}, {1, block});
+    const Activations a = lines_of(x, w);
+    const Weight8 kind = bytes.kind();
+    const Output y = weight.check_codes(w, kind, out);
+    nb::gil_scoped_release release;
+    const Kernels& k = *chosen;
+    if (!Matrix::has_codes_kernel(k, kind, rows)) return false;
+    const int workers = threads_for(rows * w.length, threads);
+    const int64_t step = std::max<int64_t>(16, (1 << 16) / w.length / 16 * 16);
+    const int64_t tasks = ceil_div(rows, step), grid = rows * w.grid_length;
+    float* const memory = rounded_scratch.floats(ceil_div(grid, 16) * 16 + ceil_div(rows * w.length, 4));
+    uint8_t* const codes = reinterpret_cast<uint8_t*>(memory + ceil_div(grid, 16) * 16);
+    Encoder e = e_;
+    e.store_bits = 8;
+    e.extends_sign = true;
+    const Scales scales{memory, Number::kF32, range};
+    std::atomic<bool> finite{true};
+    parallel_for(tasks, workers, [&](int64_t i) {
+      const int64_t first = i * step, last = std::min(rows, first + step);
+      if (!k.all_finite(a, first, last))
+        finite = false;
+      else
+        k.quantize(w, a, e, scales, first, last, {codes, w.length});
+    });
+    std::optional<bool> done;
+    if (finite) {
+      w.data = codes;
+      w.size_bytes = static_cast<size_t>(rows * w.length);
+      w.line_bytes = w.length;
+      w.scale = {Number::kF32, reinterpret_cast<const uint8_t*>(memory), grid, nullptr, nullptr};
+      done = weight.multiply_codes(w, kind, y, threads);
+    }
+    rounded_scratch.forget_if_large();
+    return done;
+  }
+
   // Codes of x by known divisors.
   void encode(const Array& x, Writable out, const std::vector<int64_t>& shape,
               const std::vector<int64_t>& block, const Array& divisor,
@@ -705,6 +763,8 @@ NB_MODULE(_native, m) {
            nb::arg("code"), nb::arg("value_bits"), nb::arg("store_bits"), nb::arg("extends_sign"),
            nb::arg("low"), nb::arg("high"), nb::arg("mantissa_bits"), nb::arg("bias"),
            nb::arg("midpoints"), nb::arg("codes"), nb::arg("offset_kind"), nb::arg("rounds_first"))
+      .def("matmul", &pq::Coder::matmul, nb::arg("x"), nb::arg("block"), nb::arg("range"),
+           nb::arg("weight"), nb::arg("bytes"), nb::arg("out"), nb::arg("threads"))
       .def("encode", &pq::Coder::encode, nb::arg("x"), nb::arg("out"), nb::arg("shape"),
            nb::arg("block"), nb::arg("divisor"), nb::arg("half").none(), nb::arg("offset").none(),
            nb::arg("saturates"), nb::arg("threads"))

@@ -106,7 +106,14 @@ def matrix_arguments() -> dict[str, Any]:
         "value_bits": bits,
         "kind": kind,
         "is_signed": random.random() < 0.5,
-        "minifloat": [2 ** (bits - 1), 2 ** (bits - 1) - 1, 16 - bits, 8, 4096 if bits == 6 else 1, 0],
+        "minifloat": [
+            2 ** (bits - 1),
+            2 ** (bits - 1) - 1,
+            16 - bits,
+            8,
+            4096 if bits == 6 else 1,
+            0,
+        ],
         "table": np.arange(2**bits, dtype="f4"),
         "scales": array(stored, LINES, LENGTH // BLOCK),
         "scale_number": number,
@@ -173,8 +180,8 @@ def attempt(made: Any, **given: Any) -> Any:
 
 
 def bytes_arguments() -> dict[str, Any]:
-    given = {"bits": 4, "mask": 15, "flip": 8, "table": [], "bias": 8, "factor": 1.0}
-    return given | {"has_zero_point": random.random() < 0.3}
+    given = {"bits": 4, "mask": 15, "flip": 8, "table": [], "powers": [], "bias": 8}
+    return given | {"factor": 1.0, "has_zero_point": random.random() < 0.3}
 
 
 def one() -> Any:
@@ -195,6 +202,9 @@ def one() -> Any:
         x, out = matrix(), array("f4", LINES, LINES)
         kind = call(module.Bytes, bytes_arguments())
         call(matrix().matmul_codes, {"x": x, "bytes": kind, "out": out} | threads)
+        more = {"x": array("f4", LINES, LENGTH), "block": random.choice((BLOCK, 32, LENGTH))}
+        more |= {"range": 7.0, "weight": matrix(), "bytes": kind, "out": out}
+        call(module.Coder(**coder_arguments() | {"code": 0}).matmul, more | threads)
     elif which == 6:
         made = call(module.Coder, coder_arguments())
         more = {"out": codes, "divisor": scales, "half": None, "offset": scales}

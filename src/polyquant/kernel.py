@@ -62,6 +62,8 @@ class Kernel:
     declined for it, unless it says that it ``takes_extras``. ``entering``: a dtype as precise as
     its multiplier and sums, where that is not the float operand's. ``looks``, of "quantize":
     ``run`` of values that nobody looked at, under "minmax" and "raise"; it returns ``Seen`` too.
+    ``rounds``, of "matmul": ``run`` of a float left operand, which it quantizes by itself to the
+    scheme that comes second; None where it cannot, or the values are not finite.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Kernel:
     takes_extras: bool = False
     entering: str | None = None
     looks: Callable[..., Any] | None = None
+    rounds: Callable[..., Any] | None = None
 
     def why_not(self, problem: Problem) -> str | None:
         """Why it cannot run a problem, or None when it can."""

@@ -21,7 +21,7 @@ from native_cases import (
     values,
     weight,
 )
-from polyquant.backends.native import products
+from polyquant.backends.native import kernels, products
 from polyquant.backends.native.compiled import compiled
 from polyquant.backends.native.weights import matrix_of, plain
 from polyquant.qtensor import from_parts
@@ -209,6 +209,57 @@ def test_codes_with_scales_of_every_size(target: str) -> None:
                 y, wanted = pq.matmul(a, q), values(a).astype(np.float64) @ values(q)
             fits = np.abs(values(a).astype(np.float64)) @ np.abs(values(q)) < 1e38
             assert np.isfinite(y[fits]).all() and np.isfinite(wanted[fits]).all()
+
+
+ROUNDED = ("q8s/32:f32", "q8s/row:f32", "q8f/64:f32", "q5s/96:f32@native", "q4s/row:f32")
+
+
+@pytest.mark.parametrize(
+    "text", ["q4s", "nf4", "mxfp4", "q8s-32", "u4/64:f16-zero:u4", "q6s/64:f32"]
+)
+def test_floats_that_a_product_of_codes_quantizes(target: str, text: str) -> None:
+    """Bit for bit the product of what quantize gives, whatever lies between the numbers of x."""
+    (entry,) = (kernel for kernel in kernels.KERNELS if kernel.rounds is not None)
+    for left, m, k, kind in product(ROUNDED, (1, 3, 4, 21), (64, 300), KINDS):
+        q, x = weight(text, (37, k)).mT, floats((2 * m, k), kind=kind)
+        for rows in (x[:m], x[::2], x[::-2], np.asfortranarray(x)[:m], x.reshape(2, m, k)):
+            wanted = pq.matmul(pq.quantize(rows, left), q, out_dtype=kind)
+            np.testing.assert_array_equal(pq.linear(rows, q.mT, activations=left), wanted)
+            y = entry.rounds(rows, pq.scheme(left), q, rows.dtype)
+            uses_codes = target == "avx512" or (m <= 4 and text != "nf4")
+            assert y is not None or not uses_codes
+            if y is not None:
+                np.testing.assert_array_equal(y, wanted)
+
+
+def test_floats_that_no_product_of_codes_quantizes(target: str) -> None:
+    """What is no number is refused as by quantize, and other schemes and dtypes go its way."""
+    q = weight("q4s", (37, 64)).mT
+    for bad in (np.nan, np.inf, -np.inf):
+        x = floats((3, 64))
+        pq.linear(x, q.mT, activations="q8s/32:f32")
+        x[2, 63] = bad
+        with pytest.raises(pq.errors.NonFiniteInput):
+            pq.linear(x, q.mT, activations="q8s/32:f32")
+    for x in (
+        floats((0, 64)),
+        floats((64,)),
+        floats((3, 64)).astype(np.float64),
+        floats((2, 0, 64)),
+    ):
+        for left in (
+            "q8s/32:f32",
+            "q8s/32:f16",
+            "q8s/5:f32",
+            "q8s/2x32:f32",
+            "fp8-row",
+            "q8s-tensor",
+        ):
+            if x.ndim == 2 or "2x" not in left:
+                wanted = pq.matmul(pq.quantize(x, left), q, out_dtype=x.dtype)
+                for _ in range(2):  # the second by what the first left
+                    found = pq.linear(x, q.mT, activations=left)
+                    np.testing.assert_array_equal(found, wanted, strict=True)
 
 
 # -- activations ------------------------------------------------------------------------------

@@ -156,12 +156,16 @@ def _plan_activations(x: Any, weight: Any, bias: Any, scheme: QuantScheme) -> _P
     owner = backend_of(x)
     device = owner.device_of(x)
     kernel = choose(owner.name, one_operand_problem("quantize", x, device, str(scheme)))
-    run = choose(owner.name, matmul_problem(left, weight.mT, device)).run
+    product = choose(owner.name, matmul_problem(left, weight.mT, device))
 
     def quantize_and_multiply(x: Any, weight: Any, bias: Any, native: Any) -> Array:
+        if product.rounds is not None:
+            result = product.rounds(x, scheme, weight.mT, native)
+            if result is not None:
+                return result
         # Of all that quantize asks, only whether x is finite depends on its numbers.
         left, _ = by_ranges(kernel, x, scheme, None, owner)
-        return run(left, weight.mT, native)
+        return product.run(left, weight.mT, native)
 
     return quantize_and_multiply, _result_dtype(x, weight, None)
 

@@ -15,10 +15,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyquant.arrays import Array, namespace
+from polyquant.arrays import Array, backend_of, backend_of_class, namespace
 from polyquant.backends.native import products
 from polyquant.backends.native.compiled import compiled
-from polyquant.backends.native.weights import matrix_of, plain, threads_for
+from polyquant.backends.native.quantizing import rounding
+from polyquant.backends.native.weights import (
+    matrix_of,
+    plain,
+    plain_input,
+    plain_new,
+    threads_for,
+)
 from polyquant.calibrate.host import F64
 from polyquant.qtensor import QTensor
 from polyquant.scheme import OffsetKind, QuantScheme
@@ -45,6 +52,28 @@ def matmul(a: QTensor, b: QTensor, kind: Any) -> Array:
     if not done:  # nothing to add up, a scale beyond its range, or no faster than float32
         return products.matmul(a, b, kind)
     return namespace(out).astype(out, kind) if is_wider else out
+
+
+def of_floats(x: Array, scheme: QuantScheme, b: QTensor, kind: Any) -> Array | None:
+    """``x``, quantized to ``scheme``, times ``b``: the bits of ``matmul`` without a tensor made.
+
+    None where ``x`` is not finite, and where that way is not open.
+    """
+    how = rounding(scheme, b.shape[0]) if prod(b.shape) and x.ndim else None
+    if how is None:
+        return None
+    rows, owner = x.shape[:-1], backend_of_class(x.__class__) or backend_of(x)
+    out, is_wider = products.empty(x, (*rows, b.shape[1]), kind)
+    if is_wider:
+        return None
+    flat, into = x, out
+    if x.ndim != 2:
+        flat = x.reshape((prod(rows), b.shape[0]))
+        into = out.reshape((prod(rows), b.shape[1]))
+    coder, block, spread = how
+    side = (matrix_of(b), _bytes(b.scheme, b.shape[0]), plain_new(into, owner))
+    done = coder.matmul(plain_input(flat, owner), block, spread, *side, owner.num_threads())
+    return out if done else None
 
 
 # -- which schemes ----------------------------------------------------------------------------

@@ -54,7 +54,9 @@ def _why_not_quantize(problem: Problem) -> str | None:
 
 
 KERNELS = (
-    Kernel("native.integers", "matmul", _why_not_integers, integers.matmul),
+    Kernel(
+        "native.integers", "matmul", _why_not_integers, integers.matmul, rounds=integers.of_floats
+    ),
     Kernel("native.matmul", "matmul", _why_not_product, products.matmul),
     Kernel("native.dequantize", "dequantize", _why_not, products.dequantize),
     Kernel("native.quantize", "quantize", _why_not_quantize, quantizing.quantize),

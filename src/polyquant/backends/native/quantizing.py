@@ -71,6 +71,16 @@ def quantize(
     return from_fields(scheme, shape, _back(data, owner, x), *grids, axes, owner.device_of(x))
 
 
+@lru_cache(maxsize=256)
+def rounding(scheme: QuantScheme, length: int) -> tuple[Any, int, float] | None:
+    """A coder, block and range by which a product quantizes rows of a length; None if it cannot."""
+    layout = _layout(scheme, (1, length))
+    is_integer = scheme.mode is QuantMode.SYMMETRIC and not scheme.value.is_float
+    if not is_integer or not layout.takes_one_pass or scheme.scale is not ScaleDtype.F32:
+        return None
+    return _coder(scheme), layout.block[-1], layout.half_range
+
+
 def all_finite(x: Array, owner: Backend) -> bool | None:
     """Whether every number is finite; None where the compiled part cannot say."""
     if missing() is not None or dtype_name(x) == "float64":
