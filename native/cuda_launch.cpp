@@ -227,6 +227,7 @@ Failure address_of(const xla::Frame& frame, int64_t number, void** out) {
   return {};
 }
 
+// The argument, with the addresses of buffers in their places.
 Failure fill(const xla::Frame& frame, const Launch& given, unsigned char* argument) {
   const int64_t bytes = static_cast<int64_t>(given.argument.size) * 8;
   std::memcpy(argument, given.argument.data, bytes);
@@ -238,22 +239,32 @@ Failure fill(const xla::Frame& frame, const Launch& given, unsigned char* argume
     PQ_TRY(address_of(frame, given.places[i + 1], &address));
     std::memcpy(argument + offset, &address, 8);
   }
-  if (given.map.size == 0) return {};
+  return {};
+}
+
+// A tensor map, which the driver makes.
+struct Map {
+  int64_t offset = -1;
+  void* address = nullptr;
+  uint64_t extents[3], strides[2];
+  unsigned box[3];
+};
+
+Failure read_map(const xla::Frame& frame, const Launch& given, Map* out) {
   const Numbers& map = given.map;
+  if (map.size == 0) return {};
+  const int64_t bytes = static_cast<int64_t>(given.argument.size) * 8;
   if (map[0] < 0 || map[0] % int64_t{kMapAlignment} != 0 || map[0] > bytes - int64_t{kMapBytes})
     return refuse("The tensor map lies outside of the kernel's argument.");
-  PQ_TRY(address_of(frame, map[1], &address));
-  uint64_t extents[3], strides[2];
-  unsigned box[3], ones[3] = {1, 1, 1};
-  for (int i = 0; i < 3; ++i) {
-    if (map[2 + i] < 1 || map[2 + i] > INT32_MAX) return refuse("The tensor map has no extents.");
-    extents[i] = map[2 + i];
-  }
-  for (int i = 0; i < 2; ++i) strides[i] = map[5 + i];
-  box[0] = 64, box[1] = static_cast<unsigned>(std::clamp<int64_t>(map[7], 0, 257)), box[2] = 1;
-  return check(driver().tensor_map(argument + map[0], kBfloat16, 3, address, extents, strides, box,
-                                   ones, 0, kSwizzle128, kPromoteTo256, 0),
-               "cuTensorMapEncodeTiled");
+  for (size_t i = 2; i < 8; ++i)
+    if (map[i] < 1 || (map[i] > INT32_MAX && i < 5) || (map[i] > 256 && i == 7))
+      return refuse("A number of the tensor map is out of range.");
+  PQ_TRY(address_of(frame, map[1], &out->address));
+  out->offset = map[0];
+  for (int i = 0; i < 3; ++i) out->extents[i] = static_cast<uint64_t>(map[2 + i]);
+  for (int i = 0; i < 2; ++i) out->strides[i] = static_cast<uint64_t>(map[5 + i]);
+  out->box[0] = 64, out->box[1] = static_cast<unsigned>(map[7]), out->box[2] = 1;
+  return {};
 }
 
 // The context of a stream is the current one for as long as this lives.
@@ -269,6 +280,13 @@ struct Entered {
 };
 
 Failure run(const xla::Frame& frame, const Launch& given, void* stream) {
+  const bool is_launch = frame.stage != xla::kInitialize;
+  alignas(kMapAlignment) unsigned char argument[kMostArgument * 8];
+  Map map;
+  if (is_launch) {
+    PQ_TRY(fill(frame, given, argument));
+    PQ_TRY(read_map(frame, given, &map));
+  }
   const Driver& cuda = driver();
   if (!cuda.is_whole)
     return {xla::kFailedPrecondition,
@@ -281,9 +299,13 @@ Failure run(const xla::Frame& frame, const Launch& given, void* stream) {
   const int shared = static_cast<int>(each[7]);
   void* function = nullptr;
   PQ_TRY(find_kernel(given.kernel, shared, given.argument.size * 8, &function));
-  if (frame.stage == xla::kInitialize) return {};
-  alignas(kMapAlignment) unsigned char argument[kMostArgument * 8];
-  PQ_TRY(fill(frame, given, argument));
+  if (!is_launch) return {};
+  if (map.offset >= 0) {
+    const unsigned ones[3] = {1, 1, 1};
+    PQ_TRY(check(cuda.tensor_map(argument + map.offset, kBfloat16, 3, map.address, map.extents,
+                                 map.strides, map.box, ones, 0, kSwizzle128, kPromoteTo256, 0),
+                 "cuTensorMapEncodeTiled"));
+  }
   LaunchAttribute cluster{};
   cluster.kind = kCluster;
   for (int i = 0; i < 3; ++i) cluster.cluster[i] = static_cast<unsigned>(each[3 + i]);

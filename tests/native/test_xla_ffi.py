@@ -1,0 +1,304 @@
+"""The compiled part as XLA's FFI sees it: the binary interface, real calls, and nonsense."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyquant.backends.native.compiled import compiled
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+import jax.numpy as jnp  # noqa: E402
+
+HERE = Path(__file__).parent
+NATIVE = HERE.parents[1] / "native"
+COMPILER = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
+
+# -- the binary interface ---------------------------------------------------------------------
+
+#: Ours, XLA's, and (our member, XLA's).
+STRUCTURES = (
+    ("Version", "XLA_FFI_Api_Version", (("extensions", "extension_start"),
+        ("major", "major_version"), ("minor", "minor_version"))),
+    ("ErrorArgs", "XLA_FFI_Error_Create_Args", (("message", "message"), ("code", "errc"))),
+    ("StreamArgs", "XLA_FFI_Stream_Get_Args", (("context", "ctx"), ("stream", "stream"))),
+    ("Buffer", "XLA_FFI_Buffer", (("dtype", "dtype"), ("data", "data"), ("rank", "rank"),
+        ("dims", "dims"))),
+    ("Text", "XLA_FFI_ByteSpan", (("data", "ptr"), ("size", "len"))),
+    ("Array", "XLA_FFI_Array", (("dtype", "dtype"), ("size", "size"), ("data", "data"))),
+    ("Buffers", "XLA_FFI_Args", (("count", "size"), ("types", "types"), ("each", "args"))),
+    ("Buffers", "XLA_FFI_Rets", (("count", "size"), ("types", "types"), ("each", "rets"))),
+    ("Attributes", "XLA_FFI_Attrs", (("count", "size"), ("types", "types"), ("names", "names"),
+        ("each", "attrs"))),
+    ("Frame", "XLA_FFI_CallFrame", (("extensions", "extension_start"), ("api", "api"),
+        ("context", "ctx"), ("stage", "stage"), ("operands", "args"), ("results", "rets"),
+        ("attributes", "attrs"), ("future", "future"))),
+)  # fmt: skip
+#: Those of which ours is the beginning, or whose members are compared alone.
+BEGINNINGS = (
+    ("Api", "XLA_FFI_Api", (("version", "api_version"), ("internal", "internal_api"),
+        ("create_error", "XLA_FFI_Error_Create"), ("get_stream", "XLA_FFI_Stream_Get"))),
+    ("Metadata", "XLA_FFI_Metadata", (("version", "api_version"), ("traits", "traits"))),
+    ("MetadataRequest", "XLA_FFI_Metadata_Extension", (("metadata", "metadata"),)),
+)  # fmt: skip
+NUMBERS = (
+    ("kMajor", "XLA_FFI_API_MAJOR"),
+    ("kMetadata", "XLA_FFI_Extension_Metadata"),
+    ("kInvalidArgument", "XLA_FFI_Error_Code_INVALID_ARGUMENT"),
+    ("kNotFound", "XLA_FFI_Error_Code_NOT_FOUND"),
+    ("kFailedPrecondition", "XLA_FFI_Error_Code_FAILED_PRECONDITION"),
+    ("kInternal", "XLA_FFI_Error_Code_INTERNAL"),
+    ("kS64", "XLA_FFI_DataType_S64"),
+    ("kBuffer", "XLA_FFI_ArgType_BUFFER"),
+    ("kBuffer", "XLA_FFI_RetType_BUFFER"),
+    ("kArray", "XLA_FFI_AttrType_ARRAY"),
+    ("kText", "XLA_FFI_AttrType_STRING"),
+    ("kInitialize", "XLA_FFI_ExecutionStage_INITIALIZE"),
+    ("kExecute", "XLA_FFI_ExecutionStage_EXECUTE"),
+    ("kCommandBufferCompatible", "XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE"),
+)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+def test_the_declarations_agree_with_those_of_jaxlib(tmp_path: Path) -> None:
+    lines = ['#include "xla/ffi/api/c_api.h"', '#include "xla_ffi.h"', "namespace x = pq::xla;"]
+    for is_whole, rows in ((True, STRUCTURES), (False, BEGINNINGS)):
+        for ours, theirs, members in rows:
+            if is_whole:
+                lines.append(f'static_assert(sizeof(x::{ours}) == sizeof({theirs}), "{ours}");')
+            lines += [
+                f"static_assert(offsetof(x::{ours}, {mine}) == offsetof({theirs}, {its}) && "
+                f"sizeof(x::{ours}::{mine}) == sizeof({theirs}::{its}), "
+                f'"{ours}::{mine}");'
+                for mine, its in members
+                if (mine, its) != ("version", "version")
+            ]
+    lines += [f'static_assert(x::{mine} == {its}, "{mine}");' for mine, its in NUMBERS]
+    # The first member of an extension, and its size, whatever newer headers call it.
+    lines.append("using Base = decltype(XLA_FFI_Metadata_Extension::extension_base);")
+    lines.append("static_assert(sizeof(x::Extension) == sizeof(Base) && ")
+    lines.append('offsetof(x::Extension, type) == offsetof(Base, type), "Extension");')
+    source = tmp_path / "agree.cpp"
+    source.write_text("\n".join(lines) + "\n")
+    include = [f"-I{jax.ffi.include_dir()}", f"-I{NATIVE}"]
+    command = [str(COMPILER), "-std=c++17", "-fsyntax-only", "-Wno-invalid-offsetof", *include]
+    made = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    assert not made.returncode, made.stderr[:2000]
+
+
+# -- called by XLA ----------------------------------------------------------------------------
+
+GOOD = {
+    "kernel": "0" * 64,
+    "launch": np.array([2, 1, 1, 1, 1, 1, 128, 0]),
+    "argument": np.zeros(5, np.int64),
+    "places": np.array([0, 0, 8, 1]),
+    "map": np.zeros(0, np.int64),
+}
+
+
+@pytest.fixture(scope="module")
+def call() -> Any:
+    """A call on the CPU, where XLA hands over no CUDA stream."""
+    target = "polyquant_cuda_launch_on_the_cpu"
+    jax.ffi.register_ffi_target(target, compiled().cuda_launch(), platform="cpu")
+
+    def run(**attributes: Any) -> str:
+        with jax.default_device(jax.devices("cpu")[0]), pytest.raises(Exception) as raised:
+            out = jax.ShapeDtypeStruct((4,), jnp.float32)
+            jax.block_until_ready(jax.ffi.ffi_call(target, out)(jnp.ones(4), **attributes))
+        return str(raised.value)
+
+    return run
+
+
+def test_attributes_are_read_before_the_stream_is_asked_for(call: Any) -> None:
+    assert "GPU context is not available" in call(**GOOD)
+
+
+WRONG = (
+    ({"kernel": 3}, "takes kernel, launch"),
+    ({"launch": np.zeros(8, np.int32)}, "takes kernel, launch"),
+    ({"launch": np.ones(7, np.int64)}, "wrong number of numbers"),
+    ({"launch": np.array([1, 1, 0, 1, 1, 1, 32, 0])}, "out of range"),
+    ({"launch": np.array([1, 1, 1, 1, 1, 1, 32, -1])}, "out of range"),
+    ({"launch": np.array([1 << 40, 1, 1, 1, 1, 1, 32, 0])}, "out of range"),
+    ({"argument": np.zeros(0, np.int64)}, "wrong number of numbers"),
+    ({"argument": np.zeros(1000, np.int64)}, "wrong number of numbers"),
+    ({"places": np.zeros(3, np.int64)}, "wrong number of numbers"),
+    ({"map": np.zeros(3, np.int64)}, "wrong number of numbers"),
+)
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG)
+def test_attributes_that_are_wrong_are_refused(
+    call: Any, given: dict[str, Any], message: str
+) -> None:
+    assert message in call(**{**GOOD, **given})
+
+
+# -- called with nonsense ---------------------------------------------------------------------
+
+P = ctypes.c_void_p
+
+
+class Text(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_char_p), ("size", ctypes.c_size_t))
+
+
+class Array(ctypes.Structure):
+    _fields_ = (("dtype", ctypes.c_int), ("size", ctypes.c_size_t), ("data", P))
+
+
+class Buffer(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("dtype", ctypes.c_int),
+                ("data", P), ("rank", ctypes.c_int64), ("dims", P))  # fmt: skip
+
+
+class Buffers(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("count", ctypes.c_int64),
+                ("types", P), ("each", P))  # fmt: skip
+
+
+class Attributes(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("count", ctypes.c_int64),
+                ("types", P), ("names", P), ("each", P))  # fmt: skip
+
+
+class Version(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("major", ctypes.c_int),
+                ("minor", ctypes.c_int))  # fmt: skip
+
+
+class Api(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("version", Version),
+                ("internal", P), ("create_error", P), ("message", P), ("destroy", P),
+                ("register", P), ("get_stream", P))  # fmt: skip
+
+
+class Frame(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("api", P), ("context", P),
+                ("stage", ctypes.c_int), ("operands", Buffers), ("results", Buffers),
+                ("attributes", Attributes), ("future", P))  # fmt: skip
+
+
+class ErrorArgs(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("message", ctypes.c_char_p),
+                ("code", ctypes.c_int))  # fmt: skip
+
+
+class StreamArgs(ctypes.Structure):
+    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("context", P), ("stream", P))
+
+
+def handler() -> Any:
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = P, (ctypes.py_object, ctypes.c_char_p)
+    return ctypes.CFUNCTYPE(P, P)(pointer(compiled().cuda_launch(), None))
+
+
+class Caller:
+    """XLA's side: it makes errors, and has a stream."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.create = ctypes.CFUNCTYPE(P, ctypes.POINTER(ErrorArgs))(self._create)
+        self.stream = ctypes.CFUNCTYPE(P, ctypes.POINTER(StreamArgs))(self._stream)
+        self.api = Api(ctypes.sizeof(Api), None, Version(24, None, 0, 3))
+        self.api.create_error = ctypes.cast(self.create, P)
+        self.api.get_stream = ctypes.cast(self.stream, P)
+        self.kept: list[Any] = []
+
+    def _create(self, args: Any) -> int:
+        self.said.append(args.contents.message.decode())
+        return len(self.said)
+
+    def _stream(self, args: Any) -> int:
+        args.contents.stream = None
+        return 0
+
+    def buffers(self, chance: random.Random, count: int) -> Buffers:
+        each = [Buffer(48, None, 11, 16 * chance.randrange(1, 99), 1, None) for _ in range(count)]
+        places = (P * max(1, count))(*(ctypes.addressof(b) for b in each))
+        if count and chance.random() < 0.1:
+            places[chance.randrange(count)] = None
+        types = (ctypes.c_int * max(1, count))(*(chance.choice((1, 1, 1, 7)) for _ in each))
+        self.kept += [each, places, types]
+        parts = [ctypes.addressof(a) if chance.random() < 0.95 else None for a in (types, places)]
+        return Buffers(40, None, chance.choice((count, count, count, -5)), *parts)
+
+    def attributes(self, chance: random.Random, given: dict[str, Any]) -> Attributes:
+        names, values, types = [], [], []
+        for name, value in sorted(given.items()):
+            if isinstance(value, str):
+                values.append(Text(value.encode(), len(value)))
+            else:
+                self.kept.append(value)
+                dtype = 5 if chance.random() < 0.98 else 4
+                data = value.ctypes.data if chance.random() < 0.98 or not value.size else None
+                values.append(Array(dtype, value.size, data))
+            names.append(Text(name.encode(), len(name)))
+            types.append((4 if isinstance(value, str) else 1) if chance.random() < 0.98 else 9)
+        of_names = (P * len(names))(*(ctypes.addressof(n) for n in names))
+        of_values = (P * len(names))(*(ctypes.addressof(v) for v in values))
+        of_types = (ctypes.c_int * len(names))(*types)
+        self.kept += [names, values, of_names, of_values, of_types]
+        places = map(ctypes.addressof, (of_types, of_names, of_values))
+        return Attributes(48, None, len(names), *places)
+
+
+def test_nonsense_is_refused_in_a_sentence() -> None:
+    """Without a driver no launch is tried; what stands before it reads only what it may."""
+    chance, run = random.Random(7), handler()
+    for trial in range(400):
+        caller = Caller()
+        given = dict(GOOD)
+        for name in ("launch", "argument", "places", "map"):
+            if chance.random() < 0.3:
+                numbers = [chance.choice((-1, 0, 1, 8, 128, 2**40, -(2**63))) for _ in range(9)]
+                given[name] = np.array(numbers[: chance.randrange(10)], np.int64)
+        if chance.random() < 0.1:
+            del given[chance.choice(sorted(given))]
+        frame = Frame(ctypes.sizeof(Frame), None, ctypes.addressof(caller.api), None)
+        frame.stage = chance.choice((2, 3, 3, 3, 77))
+        frame.operands = caller.buffers(chance, chance.randrange(4))
+        frame.results = caller.buffers(chance, chance.randrange(3))
+        frame.attributes = caller.attributes(chance, given)
+        assert run(ctypes.addressof(frame)) == 1, trial
+        (message,) = caller.said
+        assert message.endswith("."), message
+
+
+def test_another_version_is_refused_and_nothing_crashes_without_one() -> None:
+    run, caller = handler(), Caller()
+    frame = Frame(ctypes.sizeof(Frame), None, ctypes.addressof(caller.api), None, 3)
+    caller.api.version.major = 1
+    assert run(ctypes.addressof(frame)) == 1
+    frame.size = 8
+    caller.api.version.major = 0
+    assert run(ctypes.addressof(frame)) == 2
+    assert all("version of its FFI" in message for message in caller.said)
+    frame.api = None
+    assert not run(ctypes.addressof(frame))
+    assert not run(None)
+
+
+def test_it_says_that_command_buffers_may_hold_it() -> None:
+    class Metadata(ctypes.Structure):
+        _fields_ = (("size", ctypes.c_size_t), ("version", Version), ("traits", ctypes.c_uint32))
+
+    class Request(ctypes.Structure):
+        _fields_ = (("size", ctypes.c_size_t), ("type", ctypes.c_int), ("next", P), ("asked", P))
+
+    asked = Metadata(ctypes.sizeof(Metadata), Version(24, None, 9, 9), 0)
+    request = Request(ctypes.sizeof(Request), 1, None, ctypes.addressof(asked))
+    frame = Frame(ctypes.sizeof(Frame), ctypes.addressof(request), None)
+    assert not handler()(ctypes.addressof(frame))
+    assert (asked.version.major, asked.version.minor, asked.traits) == (0, 3, 1)
