@@ -189,7 +189,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
   __shared__ u64 barriers[2 * WK * X_STAGES];
   u8* shared = unaligned + (-(int)shared_address(unaligned) & 1023);
   u32* lut = (u32*)(shared + X_BYTES);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  // The same number for all of a warp, as the compiler sees then: addresses of tiles and barriers go to
+  // uniform registers, and nothing lies between products.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const bool copies = warp >= WN * WK;
   const int slice = copies ? warp - WN * WK : warp / WN, apart = WK * KC;
   const u32 x_at = shared_address(shared) + slice * (X_STAGES * X_TILE);
