@@ -94,19 +94,6 @@ def number_of(field, table_ptr, KIND: tl.constexpr, BITS: tl.constexpr, MANTISSA
 
 
 @triton.jit
-def words_of(codes_ptr, line, first, inside, stride, BITS: tl.constexpr, SEGMENT: tl.constexpr):
-    """Fields of segments (rows, SEGMENT) from whole words that start at value ``first``."""
-    PER_WORD: tl.constexpr = 32 // BITS
-    WORDS: tl.constexpr = SEGMENT // PER_WORD
-    at = (first // PER_WORD)[:, None] + tl.arange(0, WORDS)[None, :]
-    words = codes_ptr.to(tl.pointer_type(tl.int32)) + (line * (stride // 4))[:, None] + at
-    found = tl.load(words, mask=inside[:, None] & (at < stride // 4), other=0)
-    shifts = tl.arange(0, PER_WORD) * BITS
-    fields = (found[:, :, None] >> shifts[None, None, :]) & (2**BITS - 1)
-    return tl.reshape(fields, (line.shape[0], SEGMENT))
-
-
-@triton.jit
 def field_of(words, at, end, PLACE: tl.constexpr, BITS: tl.constexpr):
     """Field PLACE of 32, which are BITS words from word ``at`` on."""
     WORD: tl.constexpr = PLACE * BITS // 32
@@ -130,11 +117,27 @@ def woven(words, at, end, FIRST: tl.constexpr, STEP: tl.constexpr, BITS: tl.cons
 
 @triton.jit
 def across_words(codes_ptr, line, first, inside, stride, BITS: tl.constexpr, SEGMENT: tl.constexpr):
-    """The same of fields that lie across words, 32 of a lane."""
+    """Fields that lie across words, 32 of a lane."""
     at = (first // 32 * BITS)[:, None] + (tl.arange(0, SEGMENT // 32) * BITS)[None, :]
     words = codes_ptr.to(tl.pointer_type(tl.int32)) + (line * (stride // 4))[:, None] + at
     end = tl.where(inside, stride // 4, 0)[:, None]
     return tl.reshape(woven(words, at, end, 0, 1, BITS), (line.shape[0], SEGMENT))
+
+
+@triton.jit
+def words_of(codes_ptr, line, first, inside, stride, BITS: tl.constexpr, SEGMENT: tl.constexpr):
+    """Fields of segments (rows, SEGMENT) from whole words that start at value ``first``."""
+    if 32 % BITS != 0:
+        return across_words(codes_ptr, line, first, inside, stride, BITS, SEGMENT)
+    else:
+        PER_WORD: tl.constexpr = 32 // BITS
+        WORDS: tl.constexpr = SEGMENT // PER_WORD
+        at = (first // PER_WORD)[:, None] + tl.arange(0, WORDS)[None, :]
+        words = codes_ptr.to(tl.pointer_type(tl.int32)) + (line * (stride // 4))[:, None] + at
+        found = tl.load(words, mask=inside[:, None] & (at < stride // 4), other=0)
+        shifts = tl.arange(0, PER_WORD) * BITS
+        fields = (found[:, :, None] >> shifts[None, None, :]) & (2**BITS - 1)
+        return tl.reshape(fields, (line.shape[0], SEGMENT))
 
 
 @triton.jit
@@ -152,6 +155,14 @@ def bytes_of(codes_ptr, line, at, mask, stride, BITS: tl.constexpr, NATIVE: tl.c
         more = tl.load(codes_ptr + line * stride + byte + 1, mask=crosses, other=0)
         found = found | (more.to(tl.int32) << 8)
     return (found >> shift) & (2**BITS - 1)
+
+
+@triton.jit
+def fp8_of(codes_ptr, line, at, mask, stride, MANTISSA: tl.constexpr):
+    """Minifloats of 8 bits at places ``at`` of lines, as the processor converts them."""
+    byte = tl.load(codes_ptr + line * stride + at, mask=mask, other=0)
+    KIND: tl.constexpr = tl.float8e4nv if MANTISSA == 3 else tl.float8e5
+    return byte.to(KIND, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -181,51 +192,55 @@ def decode_kernel(
     segments, segments_a_line, lines_a_row, length, stride, extent, count,
     h1, h2, e0, e1, e2, c1, c2,
     KIND: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
-    BY_WORDS: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
+    BY_WORDS: tl.constexpr, FP8: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     HAS_TENSOR_SCALE: tl.constexpr, FLUSHES: tl.constexpr, WHOLE_LINES: tl.constexpr,
-    OWN_GRID: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
+    ONE_SCALE: tl.constexpr, OWN_GRID: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """ROWS segments of SEGMENT values: codes in, float values out, in stored order.
 
     SCALES: blocks of a segment, which it holds whole; 0 where blocks end anywhere. ``rows_ptr``:
     the rows (first axis) of the tensor that those of the result are. OWN_GRID: the grid is one of
-    the result's lines.
+    the result's lines. FP8: codes that the processor converts.
     """
-    segment = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    segment = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = segment < segments
     line = segment // segments_a_line
-    first = (segment - line * segments_a_line).to(tl.int32) * SEGMENT
+    first = (segment - line * segments_a_line) * SEGMENT
     at = first[:, None] + tl.arange(0, SEGMENT)[None, :]
     mask = inside[:, None] & (at < length)
     source = line
     if rows_ptr is not None:
         row = tl.load(rows_ptr + line // lines_a_row, mask=inside, other=0)
         source = row * lines_a_row + line % lines_a_row
-    if BY_WORDS:
-        if 32 % BITS == 0:
-            field = words_of(codes_ptr, source, first, inside, stride, BITS, SEGMENT)
-        else:
-            field = across_words(codes_ptr, source, first, inside, stride, BITS, SEGMENT)
+    where = source.to(tl.int64)
+    if FP8:
+        values = fp8_of(codes_ptr, where[:, None], at, mask, stride, MANTISSA)
     else:
-        field = bytes_of(codes_ptr, source[:, None], at, mask, stride, BITS, NATIVE)
-    values = number_of(field, table_ptr, KIND, BITS, MANTISSA)
+        if BY_WORDS:
+            field = words_of(codes_ptr, where, first, inside, stride, BITS, SEGMENT)
+        else:
+            field = bytes_of(codes_ptr, where[:, None], at, mask, stride, BITS, NATIVE)
+        values = number_of(field, table_ptr, KIND, BITS, MANTISSA)
 
-    grid = line if OWN_GRID else source
-    grid = grid_line(grid, h1, h2, e0, e1, e2, c1, c2, WHOLE_LINES or OWN_GRID) * count
+    grid = where * 0
+    if OWN_GRID:
+        grid = line.to(tl.int64) * count
+    elif not ONE_SCALE:
+        grid = grid_line(source, h1, h2, e0, e1, e2, c1, c2, WHOLE_LINES).to(tl.int64) * count
     if SCALES == 0:
         place = grid[:, None] + at // extent
         seen = mask
     else:
         block = (first // extent)[:, None] + tl.arange(0, SCALES)[None, :]
-        place = grid[:, None] + block
-        seen = inside[:, None] & (block < count)
+        place, seen = grid[:, None] + block, inside[:, None] & (block < count)
     raw = tl.load(scales_ptr + place, mask=seen, other=0)
     scale = stored_number(raw, SCALE)
     if HAS_TENSOR_SCALE:
         scale = flush(scale * tl.load(tensor_scale_ptr))
     if OFFSET != NO_OFFSET:
-        offset = flush(tl.load(offsets_ptr + place, mask=seen, other=0).to(tl.float32))
-        offset = spread(offset, ROWS, SCALES, SEGMENT)
+        offset = tl.load(offsets_ptr + place, mask=seen, other=0).to(tl.float32)
+        offset = spread(flush(offset), ROWS, SCALES, SEGMENT)
         if OFFSET == ZERO_POINT:
             values = values - offset
     if SCALE == UE8M0:
@@ -236,7 +251,7 @@ def decode_kernel(
         values = flush(values)
     if OFFSET == BIAS:
         values = flush(values + offset)
-    out = out_ptr + line[:, None] * length + at
+    out = out_ptr + line.to(tl.int64)[:, None] * length + at
     tl.store(out, values.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -317,6 +332,7 @@ def _decode(
         rows,
         *call.numbers,
         **dict(call.constants),
+        FP8=q.scheme.value.is_float and q.scheme.bits == 8 and _converts_fp8(data.device),
         OWN_GRID=own_grid,
         num_warps=4,
         enable_fp_fusion=False,
@@ -341,6 +357,12 @@ def split_planes(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty((3 * m, padded), dtype=torch.bfloat16, device=x.device)
     split_kernel[(-(-padded // 1024), m)](x, out, k, padded, x.stride(0), TILE=1024)
     return out
+
+
+@lru_cache(maxsize=64)
+def _converts_fp8(device: torch.device) -> bool:
+    """Whether the processor converts minifloats of 8 bits (so does Triton's interpreter)."""
+    return device.type != "cuda" or bool(torch.cuda.get_device_capability(device) >= (8, 9))
 
 
 class _Call(NamedTuple):
@@ -375,6 +397,7 @@ def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool, taken: i
         "MANTISSA": int(scheme.value[3]) if scheme.value.is_float else 0,
         "NATIVE": is_native,
         "BY_WORDS": by_words,
+        "ONE_SCALE": math.prod(counts) == 1,
         "SCALE": scale_kind(scheme),
         "OFFSET": offset_kind(scheme),
         "HAS_TENSOR_SCALE": scheme.tensor_scale is not None,
