@@ -323,7 +323,7 @@ PRODUCTS = (
     "mxfp8-e5m2", "mxfp6-e3m2", "nvfp4", "nf4", "nf4-double", "ternary", "q2s/64:f16",
     "q3s/64:f16", "q5s/32:bf16", "q6s/32:f16", "q7s/32:f16", "q1f/32:f16", "u4/32:f16-zero:u4",
     "u8/row:f32-zero:u8", "u4/32:f16+bias:f16", "u4/32:f16-zero:f16", "u3/32:ue8m0-zero:bf16",
-    "q8s/row:f32@native",
+    "q8s/row:f32@native", "q4s/16:ue4m3", "q3s/row:f32", "u5/32:f16-zero:u5",
 )  # fmt: skip
 
 
@@ -371,7 +371,9 @@ def test_every_number_of_rows() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("scheme", ["q4s", "nf4", "nvfp4", "q8s-32", "u4/32:f16-zero:u4"])
+@pytest.mark.parametrize(
+    "scheme", ["q4s", "nf4", "nvfp4", "q8s-32", "u4/32:f16-zero:u4", "q3s/64:f16"]
+)
 def test_every_way_to_cut_a_product(scheme: str) -> None:
     """Tiles that the table may choose, on extents that are no multiples of any."""
     from polyquant.backends.nvidia import tiles

@@ -12,7 +12,8 @@ enum { NO_OFFSET = 0, INTEGER_ZERO = 1, FLOAT_ZERO = 2, BIAS = 3 };
 
 constexpr int ROWS = 16 * RT, COLUMNS = 8 * NT, GROUPS = CHUNK / 32;
 constexpr int CODE_BYTES = CHUNK * BITS / 8;
-constexpr int CODE_PITCH = CODE_BYTES + (BITS <= 4 || WIDE ? 16 : 32);  // rows of a quad's loads: other banks
+// Rows of a quad's loads lie in other banks: an odd number of 16 bytes apart, or of 32 where it loads 8 each.
+constexpr int CODE_PITCH = CODE_BYTES + (WIDE || BITS == 4 || (BITS < 8 && CODE_BYTES / 16 % 2 == 0) ? 16 : 32);
 constexpr bool IN_BLOCKS = BLOCK != 0;
 constexpr int PER_CHUNK = !IN_BLOCKS ? 0 : (BLOCK >= CHUNK ? 1 : CHUNK / BLOCK);
 constexpr bool NATURAL = KIND == E4M3 || KIND == E5M2 || KIND == LOOKUP;
@@ -74,35 +75,45 @@ __device__ __forceinline__ void copy(u32 to, const u8* from, bool inside) {
 template <int BYTES, int PITCH, int PIECE>
 struct Lines {
   static constexpr int PIECES = BYTES < PIECE ? 1 : BYTES / PIECE, ALL = ROWS * PIECES;
-  static constexpr bool IN_STEP = 32 % PIECES == 0;  // a lane keeps its place along the line
-  static constexpr int APART = IN_STEP ? 32 / PIECES : 1;
-  const u8 *lines, *mine;  // the first line of all; what the lane copies first
+  // Lane by lane along the lines: after PERIOD steps of a warp, which are APART rows, it is where it was.
+  static constexpr int EVEN = PIECES & -PIECES, PERIOD = PIECES / EVEN, APART = EVEN > 32 ? 1 : 32 / EVEN;
+  static constexpr bool IN_STEP = EVEN <= 32 && PERIOD < 8;
+  static constexpr int STEPS = (ROWS + APART - 1) / APART;
+  const u8* lines;  // the first of all
+  const u8* mine[IN_STEP ? PERIOD : 1];  // what the lane copies first
   long long stride;
   int first, last, rows_per, line;  // rows of the weight; how many have one line; bytes of a line
 
   __device__ __forceinline__ Lines(const u8* lines, long long stride, int first, int n, int rows_per,
                                    int line, int lane)
       : lines(lines), stride(stride), first(first), last(n - 1), rows_per(rows_per), line(line) {
-    mine = lines + (first + lane / PIECES) * stride + lane % PIECES * PIECE;
+    if constexpr (IN_STEP) {
+#pragma unroll
+      for (int j = 0; j < PERIOD; j++)
+        mine[j] = lines + (first + (lane + 32 * j) / PIECES) * stride + (lane + 32 * j) % PIECES * PIECE;
+    }
   }
 
   // Those from byte `start` of the lines on; zeros past the ends.
   __device__ __forceinline__ void fetch(u32 to, int start, int lane) const {
     if (IN_STEP && rows_per == 1) {
-      const int row = lane / PIECES, byte = lane % PIECES * PIECE;
-      const u8* from = mine + start;
-      to += row * PITCH + byte;
-      if (ALL % 32 == 0 && first + ROWS <= last + 1 && start + BYTES <= line) {
+      const bool all = ROWS % APART == 0 && first + ROWS <= last + 1 && start + BYTES <= line;
 #pragma unroll
-        for (int i = 0; i < ALL / 32; i++, from += APART * stride)
-          copy<PIECE>(to + i * APART * PITCH, from);
-        return;
+      for (int j = 0; j < PERIOD; j++) {
+        const int row = (lane + 32 * j) / PIECES, byte = (lane + 32 * j) % PIECES * PIECE;
+        const u8* from = mine[j] + start;
+        const u32 there = to + row * PITCH + byte;
+        if (all) {
+#pragma unroll
+          for (int i = 0; i < STEPS; i++, from += APART * stride) copy<PIECE>(there + i * APART * PITCH, from);
+        } else {
+          const bool inside = start + byte < line;
+#pragma unroll
+          for (int i = 0; i < STEPS; i++, from += APART * stride)
+            if (ROWS % APART == 0 || row + i * APART < ROWS)
+              copy<PIECE>(there + i * APART * PITCH, from, inside && first + row + i * APART <= last);
+        }
       }
-      const bool inside = start + byte < line;
-#pragma unroll
-      for (int i = 0; i * 32 < ALL; i++, from += APART * stride)
-        if (ALL % 32 == 0 || lane + i * 32 < ALL)
-          copy<PIECE>(to + i * APART * PITCH, from, inside && first + row + i * APART <= last);
     } else {
       for (int i = lane; i < ALL; i += 32) {
         const int row = i / PIECES, byte = i % PIECES * PIECE;
@@ -124,9 +135,10 @@ __device__ __forceinline__ float number(const u8* p) {
     return f;
   }
   if constexpr (TYPE == BF16_T) return __uint_as_float((u32)(*(const u16*)p) << 16);
-  if constexpr (TYPE == UE8M0_T) {  // 0 is 2^-127 and 255 is NaN: both have one bit more
-    const u32 byte = *p;
-    return __uint_as_float(byte << 23 | ((byte + 1 & 0xFE) == 0 ? 0x400000u : 0));
+  if constexpr (TYPE == UE8M0_T) {  // 0 is 2^-127, and 255, infinity here, is NaN
+    u32 bits;
+    asm("max.u32 %0, %1, %2;" : "=r"(bits) : "r"((u32)*p << 23), "n"(0x400000));
+    return fmaf(__uint_as_float(bits), 0.0f, __uint_as_float(bits));
   }
   if constexpr (TYPE == UE4M3_T) {
     float f;
@@ -195,6 +207,13 @@ __device__ __forceinline__ u32 and_xor(u32 a, u32 mask, u32 b) {
   return d;
 }
 
+// Bits of a where the mask has them, else of b.
+__device__ __forceinline__ u32 merge(u32 a, u32 b, u32 mask) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE2;" : "=r"(d) : "r"(a), "r"(mask), "r"(b));
+  return d;
+}
+
 constexpr u32 MASK = both((1u << BITS) - 1);
 
 // A pair of integers or of small minifloats, one in the lowest bits of each half.
@@ -211,38 +230,18 @@ __device__ __forceinline__ u32 from_fields(u32 f, u32 magic, u32 minus) {
   }
 }
 
-// 8 codes of neither 4 nor 8 bits, at a thread's place in a group's bytes, as 4 pairs of fields
-// (i, i + 4), with other bits above them.
-__device__ __forceinline__ void fields(const u8* line, int t, u32* f) {
-  if constexpr (BITS == 2) {
-    const u32 w = __byte_perm(*(const u16*)(line + 2 * t), 0, 0x4140);
-#pragma unroll
-    for (int i = 0; i < 4; i++) f[i] = w >> 2 * i;
-  } else if constexpr (BITS == 1) {
-    u32 w = line[t];
-    w |= w << 12;
-#pragma unroll
-    for (int i = 0; i < 4; i++) f[i] = w >> i;
-  } else {
-    int byte = BITS * t;
-    const u32* words = (const u32*)(line + (byte & ~3));
-    u32 shift = 8 * (byte & 3);
-    u32 low = __funnelshift_r(words[0], words[1], shift);
-    u32 high = BITS > 4 ? __funnelshift_r(words[1], words[2], shift) : 0;
-    u64 whole = (u64)high << 32 | low;
-    u32 first = (u32)whole, second = (u32)(whole >> 4 * BITS);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      constexpr u32 ONE_MASK = (1u << BITS) - 1;
-      f[i] = (first >> BITS * i & ONE_MASK) | (second >> BITS * i & ONE_MASK) << 16;
-    }
-  }
-}
-
 // Two's complement of 8 bits to bf16: 128 + the lower seven, less 128 or 256, whose bf16 differ in bit 7.
 constexpr bool SIGNED_BYTES = KIND == SIGNED && BITS == 8 && !F16 && OFFSET != INTEGER_ZERO;
 __device__ __forceinline__ u32 from_bytes(u32 pair) {
   return fma2(and_xor(pair, both(0x7F), both(MAGIC)), ONE2, and_xor(pair, both(0x80), both(0x8000u | MAGIC)));
+}
+
+// A word of a bank of the table of pairs, by a multiplication: the units of sums are the less busy ones.
+__device__ __forceinline__ u32 shared_word(u32 bank, u32 i) {
+  u32 d;
+  asm("{.reg .b32 at; mad.lo.u32 at, %2, %3, %1; ld.shared.b32 %0, [at];}"
+      : "=r"(d) : "r"(bank), "r"(i), "n"(4 * LUT_COPIES));
+  return d;
 }
 
 // The 4 pairs of numbers of 8 codes of 4 bits (w0) or of 8 (w0, w1): the pairs (i, i + 4), neighbours
@@ -251,11 +250,9 @@ __device__ __forceinline__ u32 from_bytes(u32 pair) {
 __device__ __forceinline__ void numbers_of(u32 w0, u32 w1, u32 magic, u32 minus, float zero,
                                            const u32* lut, u32* a) {
   if constexpr (KIND == LOOKUP) {
-    const u8* bank = (const u8*)lut + threadIdx.x % 32 * 4;
-    a[0] = *(const u32*)(bank + (w0 << 7 & 0x7F80));
-    a[1] = *(const u32*)(bank + (w0 >> 1 & 0x7F80));
-    a[2] = *(const u32*)(bank + (w0 >> 9 & 0x7F80));
-    a[3] = *(const u32*)(bank + (w0 >> 17 & 0x7F80));
+    const u32 bank = shared_address(lut) + threadIdx.x % 32 * 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = shared_word(bank, __byte_perm(w0, 0, 0x4440 | i));
   } else if constexpr (KIND == E4M3) {
     const u32 words[2] = {w0, w1};
 #pragma unroll
@@ -277,9 +274,6 @@ __device__ __forceinline__ void numbers_of(u32 w0, u32 w1, u32 magic, u32 minus,
 #pragma unroll
     for (int i = 0; i < 4; i++)
       a[i] = fma2(and_xor(__byte_perm(w0, w1, i | (4 + i) << 8), MASK, magic), ONE2, minus);
-  } else if constexpr (SIGNED_BYTES) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = from_bytes(__byte_perm(w0, w1, i | (4 + i) << 8));
   } else {  // 8 bits to bf16: 2^23 + u in float32 is 0x4B000000 with u in the lowest bits
     w0 ^= SIGN * 0x01010101u;
     w1 ^= SIGN * 0x01010101u;
@@ -292,7 +286,7 @@ __device__ __forceinline__ void numbers_of(u32 w0, u32 w1, u32 magic, u32 minus,
   }
 }
 
-// The same of codes of any width, at a thread's place in a group's bytes; `word`: those of 4 bits,
+// The same of codes of 2, 4 or 8 bits at a thread's place in a group's bytes; `word`: those of 4 bits,
 // loaded already.
 __device__ __forceinline__ void decode(const u8* line, int t, u32 word, u32 magic, u32 minus, float zero,
                                        const u32* lut, u32* a) {
@@ -302,10 +296,9 @@ __device__ __forceinline__ void decode(const u8* line, int t, u32 word, u32 magi
     const uint2 w = *(const uint2*)(line + 8 * t);
     numbers_of(w.x, w.y, magic, minus, zero, lut, a);
   } else {
-    u32 f[4];
-    fields(line, t, f);
+    const u32 w = BITS == 2 ? __byte_perm(*(const u16*)(line + 2 * t), 0, 0x4140) : 0;
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = from_fields(f[i], magic, minus);
+    for (int i = 0; i < 4; i++) a[i] = from_fields(w >> 2 * i, magic, minus);
   }
 }
 

@@ -11,8 +11,8 @@
 // the end, so that runs give the same bits.
 //
 // Of each 32 values along k thread t of a quad holds 8 consecutive ones, 8 t to 8 t + 7. Since a sum
-// does not care about its order, they enter as the pairs (i, i + 4), which codes of 2 to 8 bits fall
-// into by themselves; natural order where that is cheaper (NATURAL). x is paired to match.
+// does not care about its order, they enter as the pairs that codes fall into by themselves: see
+// few.cuh; natural order where that is cheaper (NATURAL). x is paired to match.
 //
 // The caller guarantees: x is (M, K) with rows of XK >= K elements, XK a multiple of 8, 16-byte
 // aligned; lines of codes are a multiple of CODE_PIECE bytes, those of scales of SCALE_PIECE. Codes
@@ -33,6 +33,9 @@ __device__ __forceinline__ void x_pairs(const u8* x, u32* b) {
   uint4 v = *(const uint4*)x;
   if constexpr (NATURAL) {
     b[0] = v.x, b[1] = v.y, b[2] = v.z, b[3] = v.w;
+  } else if constexpr (FOURS) {
+    b[0] = __byte_perm(v.x, v.y, 0x5410), b[1] = __byte_perm(v.x, v.y, 0x7632);
+    b[2] = __byte_perm(v.z, v.w, 0x5410), b[3] = __byte_perm(v.z, v.w, 0x7632);
   } else {
     b[0] = __byte_perm(v.x, v.z, 0x5410), b[1] = __byte_perm(v.x, v.z, 0x7632);
     b[2] = __byte_perm(v.y, v.w, 0x5410), b[3] = __byte_perm(v.y, v.w, 0x7632);
@@ -40,7 +43,9 @@ __device__ __forceinline__ void x_pairs(const u8* x, u32* b) {
 }
 
 // With many rows of x it is less work to scale the numbers, rounded to bf16, than each block's sums.
-constexpr bool SCALED = IN_BLOCKS && !F16 && PLANES == 1 && !SUMS_X && NT > 2;
+// So it is for any number of them where bf16 holds the products anyway: of e4m3 and up to 4 bits.
+constexpr bool EXACT = SCALE == UE4M3_T && OFFSET == NO_OFFSET && BITS <= 4 && (INTEGERS || MANTISSA == 1);
+constexpr bool SCALED = IN_BLOCKS && !F16 && !SUMS_X && (EXACT || (PLANES == 1 && NT > 2));
 constexpr bool CLOSES = IN_BLOCKS && !SCALED;
 
 constexpr int X_PITCH = CHUNK * 2 + 64;  // a quarter of a warp reads two rows: other banks
@@ -54,8 +59,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   const int first_m = first_row(p, blockIdx.y), m_here = min(p.m - first_m, COLUMNS);
   u32* lut = (u32*)shared;
   u8* stages = shared + LUT_BYTES + slice * STAGES * SLICE_STAGE;
-  const u32 magic = both(MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
-  float undo = 1.0f;
+  const u32 magic = both(INTEGERS ? SIGN : MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
+  float undo = UNIT;
 
   const Weight weight(of_batch(p, blockIdx.y), first, lane);
   const Activations<32 * WN> x(of_batch(p, blockIdx.y), first_m, m_here, across * 32 + lane);
@@ -63,17 +68,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   auto x_of = [&](int stage) { return shared_address(stages) + stage * SLICE_STAGE; };
   auto codes_of = [&](int stage) { return x_of(stage) + X_STAGE + across * WARP_STAGE; };
 
-  if constexpr (KIND == LOOKUP) {
-    undo = build_lut(lut, p.table);
-    __syncthreads();
-  }
-
   float acc[RT][NT][4] = {};
   const int first_chunk = blockIdx.z * WK + slice, apart = WK * KC;
   const int count = (p.chunks - first_chunk + apart - 1) / apart;
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++)
     if (s < count) weight.fetch(codes_of(s), first_chunk + s * apart, lane);
+  if constexpr (KIND == LOOKUP) {
+    undo = build_lut(lut, p.table);
+    __syncthreads();
+  }
   follow();
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
@@ -121,14 +125,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
           u32 a[2][4];
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            u32 minus = subtrahend(SIGN);
+            u32 minus = INTEGERS ? MINUS_SIGN : subtrahend(SIGN);
             float zero = 8388608.0f + SIGN;
             if constexpr (OFFSET == INTEGER_ZERO) {
               u32 z = SIGN + offsets[(16 * r + 8 * half) * OFFSET_PITCH + own];
-              minus = subtrahend(z);
+              minus = INTEGERS ? minus_zero(both(1) * z) : subtrahend(z);
               zero = __uint_as_float(0x4B000000u | z);
             }
-            decode(codes + (16 * r + 8 * half) * CODE_PITCH + (c + e) * 4 * BITS, t,
+            few(codes + (16 * r + 8 * half) * CODE_PITCH + (c + e) * 4 * BITS, t,
                    words[r][c + e][half], magic, minus, zero, lut, a[half]);
             if constexpr (SCALED) {
               const float s = number<SCALE>(scales + (16 * r + 8 * half) * SCALE_PITCH + own * size_of(SCALE));
@@ -152,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
           }
         }
         if constexpr (SUMS_X) {
-          constexpr u32 ONES[4] = {ONE2, ONE2, ONE2, ONE2};
+          constexpr u32 ONES[4] = {UNIT_PART2, UNIT_PART2, UNIT_PART2, UNIT_PART2};
 #pragma unroll
           for (int j = 0; j < NT; j++) {
             if constexpr (HALVES) {

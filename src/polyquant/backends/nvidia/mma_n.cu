@@ -19,8 +19,8 @@ static_assert(LINE_BYTES >= 128 && RT == 4, "a warp's columns");
 // Codes of two lines as the words of pairs (line, line) of 4 columns: `half` says which.
 __device__ __forceinline__ void weave(const u32* low, const u32* high, int half, u32& w0, u32& w1) {
   if constexpr (BITS == 8) {
-    w0 = NATURAL ? __byte_perm(low[half], high[half], 0x5140) : low[half];
-    w1 = NATURAL ? __byte_perm(low[half], high[half], 0x7362) : high[half];
+    w0 = __byte_perm(low[half], high[half], NATURAL ? 0x5140 : 0x5410);
+    w1 = __byte_perm(low[half], high[half], NATURAL ? 0x7362 : 0x7632);
   } else if constexpr (KIND == LOOKUP) {
     w0 = half ? (low[0] >> 4 & 0x0F0F0F0Fu) | (high[0] & 0xF0F0F0F0u)
               : (low[0] & 0x0F0F0F0Fu) | (high[0] & 0x0F0F0F0Fu) << 4;
@@ -41,8 +41,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   const int first_m = first_row(p, blockIdx.y), m_here = min(p.m - first_m, COLUMNS);
   u32* lut = (u32*)shared;
   u8* stages = shared + LUT_BYTES + slice * STAGES * STAGE;
-  const u32 magic = both(MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
-  float undo = 1.0f;
+  const u32 sign = both(SIGN) | (u32)(p.m >> 31);  // a constant that none can see
+  float undo = UNIT;
 
   const Operands mine = of_batch(p, blockIdx.y);
   const Activations<32 * WN> x(mine, first_m, m_here, member);
@@ -60,11 +60,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
       copy<CODE_PIECE>(to + at, from, chunk * CHUNK + line < p.k && byte < p.code_line);
     }
   };
-
-  if constexpr (KIND == LOOKUP) {
-    undo = build_lut(lut, p.table);
-    __syncthreads();
-  }
 
   const int first_n = (blockIdx.x * WN + across) * 64 + 8 * g;
   const long long block = min(first_n, p.n - 1) / BLOCK;
@@ -91,6 +86,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++)
     if (s < count) fetch_codes(stage_at(s), first_chunk + s * apart);
+  if constexpr (KIND == LOOKUP) {
+    undo = build_lut(lut, p.table);
+    __syncthreads();
+  }
   float scales[CHUNK / 16][4], next_scales[CHUNK / 16][4];
   u32 zeros[CHUNK / 16], next_zeros[CHUNK / 16];
   numbers_at(first_chunk * CHUNK + 4 * t, scales, zeros);
@@ -129,15 +128,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
       u32 pairs[2][8];
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        u32 minus = subtrahend(SIGN);
+        u32 minus = MINUS_SIGN;
         if constexpr (OFFSET == INTEGER_ZERO)
-          minus = subtrahend(SIGN) + __byte_perm(zeros[s] >> 16 * j, 0, 0x4140);
+          minus = minus_zero(both(SIGN) + __byte_perm(zeros[s] >> 16 * j, 0, 0x4140));
         const u32 s2 = pack(scales[s][2 * j], scales[s][2 * j + 1]);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           u32 w0, w1 = 0;
           weave(words[2 * j], words[2 * j + 1], half, w0, w1);
-          numbers_of(w0, w1, magic, minus, 8388608.0f + SIGN, lut, pairs[j] + 4 * half);
+          if constexpr (INTEGERS) {
+            numbers_of(make_uint2(w0, w1), sign, minus, pairs[j] + 4 * half);
+          } else {
+            numbers_of(w0, w1, 0, 0, 0.0f, lut, pairs[j] + 4 * half);
+          }
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) pairs[j][i] = fma2(pairs[j][i], s2, MINUS_ZERO2);

@@ -223,16 +223,16 @@ def plan(
         "BATCHED": int(batch > 1),
         **{name.upper(): each for name, each in tiles._asdict().items()},
     }
-    before, source = "", "mma_n.cu" if by_n else "mma.cu"
+    before, sources = "", ["codes.cuh", "few.cuh", "mma_n.cu" if by_n else "mma.cu"]
     if tiles.wide:
         more = (most // tiles.blocks - 1024 - shared) // (tiles.wk * _x_tile(tiles))
         numbers["X_STAGES"] = max(_X_LEAST, min(8, _X_LEAST + more))
         shared += (numbers["X_STAGES"] - _X_LEAST) * tiles.wk * _x_tile(tiles)
-        before, source = _wgmma(8 * tiles.nt), "wgmma.cu"
+        before, sources = _wgmma(8 * tiles.nt), ["codes.cuh", "wgmma.cu"]
     shared += TABLE_BYTES if number == LOOKUP else 0
     options = tuple(f"{name}={each}" for name, each in numbers.items())
     threads = 32 * (tiles.wn * tiles.wk + 4 * tiles.wide)
-    code = Code(("codes.cuh", source), options, before)
+    code = Code(tuple(sources), options, before)
     grid, numbers_of_shape = _extents(scheme, shapes, grids, tiles)
     blocks = grid[0], grid[0] * grid[1]
     if tiles.by_warps:  # as many as run at once: each takes one tile after the other
@@ -287,7 +287,8 @@ def _per_chunk(tiles: Tiles, block: int) -> int:
 def _shared_bytes(tiles: Tiles, bits: int, x_rows: int, numbers: tuple[int, int]) -> int:
     """Shared memory of a block of threads without a table: see the constants of the kernels."""
     rows = 16 * tiles.rt
-    line = tiles.chunk * bits // 8 + (16 if bits <= 4 or tiles.wide else 32)
+    line = tiles.chunk * bits // 8
+    line += 16 if tiles.wide or bits == 4 or (bits < 8 and line // 16 % 2 == 0) else 32
     line += sum(-(-each // 16) * 16 for each in numbers)
     sums = tiles.wk * 8 * tiles.nt * (rows * tiles.wn + 4) * 4
     if tiles.wide:  # alignment, barriers, and the fewest tiles of x: their number is chosen later
