@@ -1,14 +1,13 @@
-"""Products of few bf16 rows by a quantized weight in JAX on a GPU, beside XLA's own bf16 product.
+"""Products of bf16 rows by a quantized weight in JAX on a GPU, beside XLA's own product in bf16.
 
 A time is that of one product in a jitted loop over several copies of the weight (at least 240 MB,
 so that weights come from memory), in which each product takes the result of the one before it: the
-median of several calls, divided by the products in one. What a kernel needs besides, a permutation
-of x and a sum of slices, is in it. Every choice of tiles is first compared with the definition on
-the same codes; one that fails, or is not compiled, is recorded with its reason.
+median of several calls, divided by the products in one. It is first compared with the definition
+on the same codes; one that fails, or is not compiled, is recorded with its reason. Where torch sees
+the GPU, its times are those of the same product in a CUDA graph over as many copies.
 
-    python benchmarks/jax_gpu.py [--out benchmarks/results/jax_gpu.json] [--seconds 80]
-    JAX_PLATFORMS=cpu PYTHONPATH=tests python benchmarks/jax_gpu.py --interpret --size 256
-        (a trial without a GPU)
+    python benchmarks/jax_gpu.py [--out benchmarks/results/jax_gpu.json] [--seconds 40]
+    JAX_PLATFORMS=cpu python benchmarks/jax_gpu.py --size 256        (a trial without a GPU)
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -29,45 +28,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import polyquant as pq
-from polyquant.backends.jax.pallas import mma, product
-from polyquant.backends.jax.pallas.product import Tiles
 
 SCHEMES = ("q4s-32", "nf4", "mxfp4", "nvfp4", "q8s-row", "fp8-row", "q2s/64:f16")
-ROWS_OF_X = (1, 4, 16, 32, 64)
-Cut = Tiles | mma.Tiles
+ROWS_OF_X = (1, 4, 16, 32, 64, 256, 1024, 4096)
 COPIES_BYTES = 240e6
-#: Products in one timed call, about, and calls.
-PRODUCTS, CALLS = 128, 7
-#: A product that takes longer is not timed again.
-HOPELESS_US = 400.0
+#: Products in one timed call, about, and calls; as many of them as fit into so many microseconds.
+PRODUCTS, CALLS, MOST_US = 128, 5, 3e5
 #: Of so many rows is the weight made, again and again, so that its product is quickly checked.
 PERIOD = 1024
-
-
-def few(rows: int, line: int, warps: int = 4) -> Tiles:
-    return Tiles(rows, line, warps=warps)
-
-
-def dots(rows: int, line: int, slices: int, warps: int = 4, stages: int = 3) -> Tiles:
-    return Tiles(rows, line, slices, warps, stages, dots=True)
-
-
-def candidates(m: int, bits: int, block: int, *, is_table: bool) -> Iterator[Cut | None]:
-    """Ways to cut a product, of blocks of so many bytes; None stands for the kernel's own."""
-    yield None
-    step, stages = 16 * bits, 1 if is_table else 3
-    if m == 1:
-        yield few(2, 2048)
-    elif m > 32:
-        yield dots(64, 2 * step if is_table else step, 8, 4, stages)
-        yield dots(64, step, 4, 4, stages)._replace(left=False)
-    elif m > 16:
-        yield from (dots(64, step, 8, 4, stages), mma.Tiles(runs=1))
-    else:
-        yield from (mma.Tiles(), mma.Tiles(runs=4), mma.Tiles(warps=16, runs=1))
-        if block >= 16:
-            yield from (mma.Tiles(4, runs=1, width=16), mma.Tiles(width=16))
-            yield from (mma.Tiles(4, width=16), mma.Tiles(runs=1, width=16))
+#: Rows that are checked.
+CHECKED = 64
 
 
 class Weight(NamedTuple):
@@ -139,11 +109,9 @@ def compiled(multiply: Callable[[Any, Any], Any], x: Any, copies: list[Any]) -> 
 def timed_us(case: Case, x: Any, copies: list[Any]) -> float:
     begin = time.perf_counter()
     jax.block_until_ready(case.many(x, copies))
-    first = (time.perf_counter() - begin) / case.products * 1e6
-    if first > HOPELESS_US:
-        return first
+    calls = round(MOST_US / ((time.perf_counter() - begin) * 1e6))
     times = []
-    for _ in range(CALLS):
+    for _ in range(min(CALLS, max(1, calls))):
         begin = time.perf_counter()
         # The second is queued while the first runs, which hides most of the way from Python.
         jax.block_until_ready([case.many(x, copies) for _ in range(2)])
@@ -155,15 +123,15 @@ def xla(x: Any, w: Any) -> Any:
     return x @ w.T
 
 
-def ours(tiles: Cut | None, interpret: bool, x: Any, w: Any) -> Any:
-    return product.matmul(x, w.mT, x.dtype, tiles=tiles, interpret=interpret)
+def ours(x: Any, w: Any) -> Any:
+    return pq.matmul(x, w.mT)
 
 
 def outcome(waiting: Future[Case], x: Any, weight: Weight) -> dict[str, Any]:
     """The time of a case, or why there is none."""
     try:
         case = waiting.result()
-        check(case.one(x, weight.copies[0]).astype(jnp.float32), weight)
+        check(case.one(x, weight.copies[0])[:CHECKED].astype(jnp.float32), weight)
         return {"us": round(timed_us(case, x, weight.copies), 2)}
     except Exception as error:  # noqa: BLE001 - whatever it is, the other cases run
         return {"failed": f"{type(error).__name__}: {error}"[:600]}
@@ -172,115 +140,99 @@ def outcome(waiting: Future[Case], x: Any, weight: Weight) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--seconds", type=float, default=80.0, help="two thirds to compile in")
+    parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--size", type=int, default=8192, help="extents of the weight")
-    parser.add_argument("--interpret", action="store_true", help="without a GPU: a trial only")
     given = parser.parse_args()
-    if given.interpret:
-        product.plgpu.elementwise_inline_asm = import_module("ptx").elementwise_inline_asm
     end = time.monotonic() + given.seconds
-    device = jax.devices()[0]
     found: dict[str, Any] = {
-        "device": device.device_kind,
+        "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "size": given.size,
+        "kernel": "",
         "bf16": {},
-        "schemes": {},
+        "schemes": {scheme: {} for scheme in SCHEMES},
     }
     rng = np.random.default_rng(1)
-    all_rows = jnp.asarray(rng.standard_normal((64, given.size), dtype=np.float32), jnp.bfloat16)
-    for _ in measure(found, all_rows, end, interpret=given.interpret):
+    values = rng.standard_normal((max(ROWS_OF_X), given.size), dtype=np.float32)
+    all_rows = jnp.asarray(values, jnp.bfloat16)
+    for _ in measure(found, all_rows, end):
         if given.out is not None:
             given.out.write_text(json.dumps(found) + "\n")
     report(found)
 
 
-def measure(found: dict[str, Any], all_rows: Any, end: float, *, interpret: bool) -> Iterator[None]:
+def measure(found: dict[str, Any], all_rows: Any, end: float) -> Iterator[None]:
     """Fills in what is found; yields after every case."""
     begin, size = time.monotonic(), all_rows.shape[1]
-    period = min(PERIOD, size)
+    few, period = all_rows[:CHECKED], min(PERIOD, size)
     wide = jax.random.normal(jax.random.key(0), (period, size), jnp.bfloat16) / size**0.5
     tall = jnp.tile(wide, (size // period, 1))
-    dense = weight([tall, jnp.roll(tall, period, 0)], wide, all_rows)
-    weights: dict[str, Weight] = {}
-    for scheme in SCHEMES:
-        try:
-            weights[scheme] = weight_of(scheme, all_rows)
-        except Exception as error:  # noqa: BLE001 - recorded like a case that fails
-            found["schemes"][scheme] = {"failed": f"{type(error).__name__}: {error}"[:600]}
-    jax.block_until_ready([dense.copies, [w.copies for w in weights.values()]])
-    print(f"weights: {time.monotonic() - begin:.0f} s", flush=True)
-
-    # In the order in which they are worth having: XLA, the tiles that come by themselves, others.
-    tries = [
-        (rank, m, scheme, tiles)
-        for m in ROWS_OF_X
-        for scheme in weights
-        for rank, tiles in enumerate(candidates(m, **_facts(scheme)))
-    ]
-    tries.sort(key=lambda case: case[0])
-    cases: list[tuple[int, str, Cut | None, Weight, Future[Case]]] = []
+    weights = {"": weight([tall, jnp.roll(tall, period, 0)], wide, few)}
+    cases: list[tuple[int, str, Future[Case]]] = []
     with ThreadPoolExecutor(14) as pool:
-        for m in ROWS_OF_X:
-            waiting = pool.submit(compiled, xla, all_rows[:m], dense.copies)
-            cases.append((m, "", None, dense, waiting))
-        for _, m, scheme, tiles in tries:
-            way, held = partial(ours, tiles, interpret), weights[scheme]
-            waiting = pool.submit(compiled, way, all_rows[:m], held.copies)
-            cases.append((m, scheme, tiles, held, waiting))
+        for scheme in ("", *SCHEMES):
+            if scheme:
+                weights[scheme] = weight_of(scheme, few)
+            way, copies = ours if scheme else xla, weights[scheme].copies
+            for m in ROWS_OF_X:
+                cases.append((m, scheme, pool.submit(compiled, way, all_rows[:m], copies)))
         # Nothing is compiled beside a measurement: the threads would hold up the calls.
         wait([case[-1] for case in cases], timeout=(end - time.monotonic()) * 2 / 3)
         pool.shutdown(cancel_futures=True)
     print(f"compiled: {time.monotonic() - begin:.0f} s", flush=True)
-    for m, scheme, tiles, held, waiting in cases:
+    found["kernel"] = str(pq.explain("matmul", few, weights[SCHEMES[0]].copies[0].mT).kernel)
+    for m, scheme, waiting in sorted(cases, key=lambda case: ROWS_OF_X.index(case[0])):
         late = waiting.cancelled() or time.monotonic() > end
-        got = {"failed": "no time left"} if late else outcome(waiting, all_rows[:m], held)
-        if scheme:
-            way = {} if tiles is None else {"way": tiles.__class__.__module__.rpartition(".")[2]}
-            got = {"tiles": "default" if tiles is None else tuple(tiles), **way, **got}
-            found["schemes"].setdefault(scheme, {}).setdefault(m, []).append(got)
-        else:
-            found["bf16"][m] = got
+        got = (
+            {"failed": "no time left"} if late else outcome(waiting, all_rows[:m], weights[scheme])
+        )
+        (found["schemes"][scheme] if scheme else found["bf16"])[m] = got
+        yield
+    for (scheme, m), time_us in torch_us(size, end):
+        found["schemes"][scheme][m]["torch_us"] = time_us
         yield
     print(f"measured: {time.monotonic() - begin:.0f} s", flush=True)
 
 
-def _facts(scheme: str) -> dict[str, Any]:
-    made = pq.scheme(scheme)
-    block = 16 if made.block is None or made.block[-1] == -1 else made.block[-1] * made.bits // 8
-    return {"bits": made.bits, "is_table": made.table is not None, "block": min(block, 16)}
+def torch_us(size: int, end: float) -> Iterator[tuple[tuple[str, int], float]]:
+    """Times of the same kernels under torch, which are compiled already."""
+    if find_spec("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    from polyquant.backends.torch.cuda import mma, tune
+
+    place = torch.device("cuda:0")
+    for scheme in SCHEMES:
+        copies = [weight.mT for weight in tune.copies(scheme, size, size, place)]
+        for m in ROWS_OF_X:
+            if time.monotonic() > end:
+                return
+            x, y = (torch.zeros(m, size, device=place, dtype=torch.bfloat16) for _ in range(2))
+            calls = [partial(mma.multiply, x, weight, y, None) for weight in copies]
+            yield (scheme, m), round(tune.graph_us(calls, CALLS), 2)
 
 
 def report(found: dict[str, Any]) -> None:
-    """A line per scheme: us by itself / the best of those tried (speed-up of the best over XLA)."""
+    """A line per scheme: us (speed-up over XLA's bf16; torch's time of ours)."""
     print(f"{found['device']}, jax {found['jax']}, {found['size']} x {found['size']}; us")
-    print("rows of x".ljust(12), *(str(m).rjust(26) for m in ROWS_OF_X))
-    print(
-        "bf16, XLA".ljust(12),
-        *(str(found["bf16"][m].get("us", "failed")).rjust(26) for m in ROWS_OF_X),
-    )
-    failures = [("bf16", m, "", case) for m, case in found["bf16"].items() if "failed" in case]
-    for scheme, by_rows in found["schemes"].items():
-        if "failed" in by_rows:
-            failures.append((scheme, "", "", by_rows))
+    print("rows of x".ljust(12), *(str(m).rjust(22) for m in ROWS_OF_X))
+    lines = {"bf16, XLA": found["bf16"], **found["schemes"]}
+    for name, by_rows in lines.items():
         cells = []
         for m in ROWS_OF_X:
-            cases = by_rows.get(m, [])
-            best = min((c for c in cases if "us" in c), key=lambda c: c["us"], default=None)
-            failures += [(scheme, m, c["tiles"], c) for c in cases if "failed" in c]
-            if best is None:
-                cells.append("failed")
-                continue
-            own, base = cases[0].get("us", "failed"), found["bf16"][m].get("us")
-            gain = f" ({base / best['us']:.2f})" if base else ""
-            cells.append(f"{own} / {best['us']}{gain}")
-        print(scheme.ljust(12), *(cell.rjust(26) for cell in cells))
-    for scheme, by_rows in found["schemes"].items():
-        for m in ROWS_OF_X:
-            made = [c for c in by_rows.get(m, []) if "us" in c]
-            print(scheme, m, "  ".join(f"{c['tiles']}: {c['us']}" for c in made))
-    for scheme, m, tiles, case in failures:
-        print("FAILED", scheme, m, tiles, case["failed"][:200].replace("\n", " "))
+            case, base = by_rows.get(m, {}), found["bf16"].get(m, {}).get("us")
+            own, torch = case.get("us"), case.get("torch_us")
+            notes = [f"{base / own:.2f}"] if own and base and by_rows is not found["bf16"] else []
+            notes += [f"{torch / own:.2f}"] if own and torch else []
+            cells.append(f"{own or 'failed'}" + (f" ({'; '.join(notes)})" if notes else ""))
+        print(name.ljust(12), *(cell.rjust(22) for cell in cells))
+    for name, by_rows in lines.items():
+        for m, case in by_rows.items():
+            if "failed" in case:
+                print("FAILED", name, m, case["failed"][:200].replace("\n", " "))
 
 
 if __name__ == "__main__":

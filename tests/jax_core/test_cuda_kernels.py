@@ -271,11 +271,12 @@ def test_float32_is_cut_where_its_planes_stay_together() -> None:
 
 
 @pytest.mark.usefixtures("emulated")
-def test_transformations() -> None:
+@pytest.mark.parametrize("scheme", ["u4/32:f16-zero:u4", "nf4", "q4s/tensor:f32", "nvfp4"])
+def test_transformations(scheme: str) -> None:
     def run(x: Any, q: Any) -> Any:
         return product.matmul(x, q, x.dtype)
 
-    layers = [weight("u4/32:f16-zero:u4", n, 96).mT for n in (40, 40, 40)]
+    layers = [weight(scheme, n, 96).mT for n in (40, 40, 40)]
     stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
     x = floats(3, 5, 96)
     singly = [run(rows, q) for rows, q in zip(x, layers, strict=True)]

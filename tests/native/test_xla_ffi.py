@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import random
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fake_xla import GOOD, Caller, Frame, P, Version, handler
 from polyquant.backends.native.compiled import compiled
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
@@ -95,14 +99,6 @@ def test_the_declarations_agree_with_those_of_jaxlib(tmp_path: Path) -> None:
 
 # -- called by XLA ----------------------------------------------------------------------------
 
-GOOD = {
-    "kernel": "0" * 64,
-    "launch": np.array([2, 1, 1, 1, 1, 1, 128, 0]),
-    "argument": np.zeros(5, np.int64),
-    "places": np.array([0, 0, 8, 1]),
-    "map": np.zeros(0, np.int64),
-}
-
 
 @pytest.fixture(scope="module")
 def call() -> Any:
@@ -145,113 +141,6 @@ def test_attributes_that_are_wrong_are_refused(
 
 
 # -- called with nonsense ---------------------------------------------------------------------
-
-P = ctypes.c_void_p
-
-
-class Text(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_char_p), ("size", ctypes.c_size_t))
-
-
-class Array(ctypes.Structure):
-    _fields_ = (("dtype", ctypes.c_int), ("size", ctypes.c_size_t), ("data", P))
-
-
-class Buffer(ctypes.Structure):
-    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("dtype", ctypes.c_int),
-                ("data", P), ("rank", ctypes.c_int64), ("dims", P))  # fmt: skip
-
-
-class Buffers(ctypes.Structure):
-    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("count", ctypes.c_int64),
-                ("types", P), ("each", P))  # fmt: skip
-
-
-class Attributes(ctypes.Structure):
-    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("count", ctypes.c_int64),
-                ("types", P), ("names", P), ("each", P))  # fmt: skip
-
-
-class Version(ctypes.Structure):
-    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("major", ctypes.c_int),
-                ("minor", ctypes.c_int))  # fmt: skip
-
-
-class Api(ctypes.Structure):
-    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("version", Version),
-                ("internal", P), ("create_error", P), ("message", P), ("destroy", P),
-                ("register", P), ("get_stream", P))  # fmt: skip
-
-
-class Frame(ctypes.Structure):
-    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("api", P), ("context", P),
-                ("stage", ctypes.c_int), ("operands", Buffers), ("results", Buffers),
-                ("attributes", Attributes), ("future", P))  # fmt: skip
-
-
-class ErrorArgs(ctypes.Structure):
-    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("message", ctypes.c_char_p),
-                ("code", ctypes.c_int))  # fmt: skip
-
-
-class StreamArgs(ctypes.Structure):
-    _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("context", P), ("stream", P))
-
-
-def handler() -> Any:
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = P, (ctypes.py_object, ctypes.c_char_p)
-    return ctypes.CFUNCTYPE(P, P)(pointer(compiled().cuda_launch(), None))
-
-
-class Caller:
-    """XLA's side: it makes errors, and has a stream."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.create = ctypes.CFUNCTYPE(P, ctypes.POINTER(ErrorArgs))(self._create)
-        self.stream = ctypes.CFUNCTYPE(P, ctypes.POINTER(StreamArgs))(self._stream)
-        self.api = Api(ctypes.sizeof(Api), None, Version(24, None, 0, 3))
-        self.api.create_error = ctypes.cast(self.create, P)
-        self.api.get_stream = ctypes.cast(self.stream, P)
-        self.kept: list[Any] = []
-
-    def _create(self, args: Any) -> int:
-        self.said.append(args.contents.message.decode())
-        return len(self.said)
-
-    def _stream(self, args: Any) -> int:
-        args.contents.stream = None
-        return 0
-
-    def buffers(self, chance: random.Random, count: int) -> Buffers:
-        each = [Buffer(48, None, 11, 16 * chance.randrange(1, 99), 1, None) for _ in range(count)]
-        places = (P * max(1, count))(*(ctypes.addressof(b) for b in each))
-        if count and chance.random() < 0.1:
-            places[chance.randrange(count)] = None
-        types = (ctypes.c_int * max(1, count))(*(chance.choice((1, 1, 1, 7)) for _ in each))
-        self.kept += [each, places, types]
-        parts = [ctypes.addressof(a) if chance.random() < 0.95 else None for a in (types, places)]
-        return Buffers(40, None, chance.choice((count, count, count, -5)), *parts)
-
-    def attributes(self, chance: random.Random, given: dict[str, Any]) -> Attributes:
-        names, values, types = [], [], []
-        for name, value in sorted(given.items()):
-            if isinstance(value, str):
-                values.append(Text(value.encode(), len(value)))
-            else:
-                self.kept.append(value)
-                dtype = 5 if chance.random() < 0.98 else 4
-                data = value.ctypes.data if chance.random() < 0.98 or not value.size else None
-                values.append(Array(dtype, value.size, data))
-            names.append(Text(name.encode(), len(name)))
-            types.append((4 if isinstance(value, str) else 1) if chance.random() < 0.98 else 9)
-        of_names = (P * len(names))(*(ctypes.addressof(n) for n in names))
-        of_values = (P * len(names))(*(ctypes.addressof(v) for v in values))
-        of_types = (ctypes.c_int * len(names))(*types)
-        self.kept += [names, values, of_names, of_values, of_types]
-        places = map(ctypes.addressof, (of_types, of_names, of_values))
-        return Attributes(48, None, len(names), *places)
 
 
 def test_nonsense_is_refused_in_a_sentence() -> None:
@@ -302,3 +191,33 @@ def test_it_says_that_command_buffers_may_hold_it() -> None:
     frame = Frame(ctypes.sizeof(Frame), ctypes.addressof(request), None)
     assert not handler()(ctypes.addressof(frame))
     assert (asked.version.major, asked.version.minor, asked.traits) == (0, 3, 1)
+
+
+# -- what the driver is asked -----------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the loader finds libcuda.so.1 on Linux")
+@pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+def test_what_the_driver_is_asked(tmp_path: Path) -> None:
+    library = str(tmp_path / "libcuda.so.1")
+    flags = ("-std=c++17", "-shared", "-fPIC", "-o", library, str(HERE / "fake_driver.cpp"))
+    subprocess.run([str(COMPILER), *flags], check=True)
+    paths = os.pathsep.join((str(HERE.parent), *filter(None, sys.path)))
+    known = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": paths}
+    command = [sys.executable, str(HERE / "under_fake_driver.py")]
+    ran = subprocess.run(command, env=known, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    said, loaded = found["unknown"]
+    assert "not known in this process" in said and not loaded
+    assert found["ready"] == [None, 1, 1, 4096, 0]  # loaded and prepared before it is launched
+    assert found["launched"] == [[5, 6, 8, 256, 1, 1, 4096], 77, 1, [1, 1, 8], 0]
+    assert found["argument"] == [64, 7, 32, 9]
+    assert found["mapped"] == [9, 3, 3, 48, [320, 30, 2], [640, 19200], [64, 24, 1]]
+    assert found["in_place"] == [0x5A, 9]
+    assert found["single"] == [0, 3]
+    assert (
+        found["refused"] == "cuLaunchKernelEx of the CUDA driver answered CUDA_ERROR_OUT_OF_MEMORY."
+    )
+    assert "another size" in found["size"]
+    assert "CUDA_ERROR_INVALID_VALUE" in found["broken"]

@@ -59,17 +59,31 @@ def _product(x: Array, weight: QTensor, kind: Any) -> Array:
 
 
 def _mapped(kind: Any, size: int, is_batched: Any, x: Array, weight: QTensor) -> tuple[Array, bool]:
-    """Rows of one weight side by side; of several weights one product after the other."""
-    if not any(jax.tree.leaves(is_batched[1])):
+    """Rows of one weight lie side by side; several weights are a batch, where they can be one."""
+    by_x, by_weight = is_batched
+    if not any(jax.tree.leaves(by_weight)):
         rows = jnp.moveaxis(x, 0, 1)  # (batch, size, m, k)
         y = _product(rows.reshape(rows.shape[0], -1, rows.shape[-1]), weight, kind)
         return jnp.moveaxis(y.reshape(*rows.shape[:-1], y.shape[-1]), 1, 0), True
-    every = jax.tree.map(
+    rows = x if by_x else jnp.broadcast_to(x, (size, *x.shape))
+    if _is_batch(weight, by_weight):
+        y = _product(rows.reshape(-1, *rows.shape[2:]), weight, kind)
+        return y.reshape(*rows.shape[:-1], y.shape[-1]), True
+    each = jax.tree.map(
         lambda leaf, mine: leaf if mine else jnp.broadcast_to(leaf, (size, *leaf.shape)),
-        (x, weight),
-        tuple(is_batched),
+        weight,
+        by_weight,
     )
-    return lax.map(lambda each: _product(each[0], each[1], kind), every), True
+    return lax.map(lambda pair: _product(pair[0], pair[1], kind), (rows, each)), True
+
+
+def _is_batch(weight: QTensor, by_weight: QTensor) -> bool:
+    """Whether stacked weights are one whose first axis is the stack's: a kernel takes one table."""
+    if weight.scheme.block is None or isinstance(weight.scales, QTensor):
+        return False
+    of_each = (by_weight.data, by_weight.scales, by_weight.offsets)
+    of_all = (by_weight.tensor_scale, by_weight.table)
+    return all(mine is not False for mine in of_each) and True not in of_all
 
 
 def _by_rows(x: Array, weight: QTensor, kind: Any) -> Array:
