@@ -233,7 +233,10 @@ def place(like: Array) -> dict[str, Any]:
 def constant(like: Array, values: HostArray) -> Array:
     """A small host table as an array beside ``like``: same library, same device."""
     owner = backend_of(like)
-    return owner.from_host(values, owner.device_of(like) if owner.is_placed(like) else "")
+    if not owner.is_placed(like):
+        return owner.from_host(values, "")
+    own = owner.functions.get("beside")
+    return own(values, like) if own else owner.from_host(values, owner.device_of(like))
 
 
 def known(flag: Array) -> bool | None:

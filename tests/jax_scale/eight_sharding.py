@@ -89,6 +89,18 @@ def test_what_each_device_holds_is_its_part_of_the_tensor(scheme: str, spec: P, 
             np.testing.assert_array_equal(part.dequantize(), wanted[index])
 
 
+@pytest.mark.parametrize("scheme", ["e5m2/tensor:f32", "nvfp4"])
+def test_tables_of_the_definition_are_of_the_mesh_of_what_they_decode(
+    scheme: str, mesh: Mesh
+) -> None:
+    """Outside of jit, where XLA splits an operation after the mesh of one of its operands."""
+    q = quantized(scheme)
+    placed = shard(q, NamedSharding(mesh, P("data")))
+    np.testing.assert_array_equal(whole(placed.dequantize()), whole(q.dequantize()))
+    x = jax.device_put(weight(), NamedSharding(mesh, P(None, "data")))
+    assert pq.quantize(x, scheme).to_data() == q.to_data()
+
+
 def test_an_order_of_axes_that_is_no_transpose_is_followed(mesh: Mesh) -> None:
     q = quantized("q4s/32:f16", (8, 4, 64)).permute(2, 0, 1)
     where = NamedSharding(mesh, P("data", None, "model"))

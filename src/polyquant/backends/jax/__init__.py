@@ -115,6 +115,16 @@ def _move(array: Any, device: str) -> Any:
     return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
 
 
+def _beside(array: HostArray, like: Any) -> Any:
+    """A host array beside another: of one over several devices a copy on each, of the same mesh."""
+    mesh = getattr(like.sharding, "mesh", None)
+    if mesh is None or len(like.sharding.device_set) == 1:
+        return _from_host(array, _device_of(like))
+    with jax.debug_nans(False):
+        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return jax.device_put(array, everywhere)
+
+
 def _mesh_of(devices: list[Any]) -> Any:
     """The mesh that jax.set_mesh made the current one, if it is of these; else one of its own."""
     with suppress(AttributeError, ValueError):  # older versions, and traced code, do not say
@@ -177,6 +187,7 @@ BACKEND = Backend(
     },
     functions={
         "erf": jax.scipy.special.erf,
+        "beside": _beside,
         "put_at": _put,
         "total": _total,
         "quotient": division.divide,
