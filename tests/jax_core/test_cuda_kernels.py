@@ -314,6 +314,25 @@ def test_derivatives_and_donation() -> None:
 
 
 @needs_gpu
+def test_a_program_of_many_products() -> None:
+    """XLA records those in a CUDA graph, and runs it again with arrays that lie elsewhere."""
+    layers = [weight("q4s", 96, 96).mT for _ in range(4)] * 3
+
+    def run(x: Any, layers: Any) -> list[Any]:
+        return [x := pq.matmul(x, q) / 8 for q in layers]
+
+    together = jax.jit(run)
+    for seed in range(4):
+        for m in (3, 40):
+            x = floats(m, 96) + seed
+            wanted = run(x, layers)
+            for y, each in zip(together(x, layers), wanted, strict=True):
+                assert np.array_equal(y, each)
+            moved = [jax.tree.map(lambda leaf: leaf + 0, q) for q in layers]
+            assert np.array_equal(together(x + 0, moved)[-1], wanted[-1])
+
+
+@needs_gpu
 def test_the_operation_before_may_write_the_weight() -> None:
     q, x = weight("q8s-row", 512, 4096).mT, floats(4, 4096)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import threading
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib import import_module
@@ -24,6 +25,7 @@ _TARGET = "polyquant_cuda_launch"
 #: What plans are made for where JAX sees no GPU: they are lowered, and cannot run.
 _ABSENT = Gpu("NVIDIA H200", (9, 0), 227 << 10, 132)
 _BYTES_OF_BF16 = 2
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @cache
@@ -38,13 +40,18 @@ def gpu_here() -> Gpu:
 
 
 @cache
-def _native() -> Any:
-    """The compiled part, known to XLA as the handler of these calls."""
+def _registered() -> Any:
     found = import_module("polyquant._native")
     handler = found.cuda_launch()
     stages = {"initialize": handler, "execute": handler}
     jax.ffi.register_ffi_target(_TARGET, stages, platform="CUDA", api_version=1)
     return found
+
+
+def _native() -> Any:
+    """The compiled part, known to XLA as the handler of these calls; a name is registered once."""
+    with _ONE_AT_A_TIME:
+        return _registered()
 
 
 @lru_cache(maxsize=4096)
