@@ -104,7 +104,7 @@ def check_values(x: Array, asked: str | None, owner: Backend) -> str:
 
 def check_signs(x: Array, scheme: QuantScheme, table: Array | None, owner: Backend) -> None:
     """Refuse negative numbers, where they can be seen, for a scheme that has no codes for them."""
-    if owner.is_traced(x) or _holds_negatives(scheme, table):
+    if owner.is_traced(x) or holds_negatives(scheme, table):
         return
     xp = namespace(x)
     if math.prod(x.shape) and known(xp.min(x) > -TINY):
@@ -115,17 +115,17 @@ def check_signs(x: Array, scheme: QuantScheme, table: Array | None, owner: Backe
             _refuse_negative(owner.to_host(x), scheme)
 
 
-def _holds_negatives(scheme: QuantScheme, table: Array | None) -> bool:
+def holds_negatives(scheme: QuantScheme, table: Array | None) -> bool:
     """Whether negative values have codes: by a sign, a table or an offset that can be negative."""
     if scheme.mode is QuantMode.LOOKUP:
-        if table is None:
+        if table is None or scheme.table != CUSTOM:
             return bool(named_table(str(scheme.table)).min() < 0)
         return known(namespace(table).any(table < 0)) is not False
     if scheme.offset is None:
         return scheme.value.is_signed
     kind, stored = scheme.offset
     if kind is OffsetKind.BIAS and isinstance(stored, QuantScheme):
-        return standard.subtracts(scheme) or _holds_negatives(stored, None)
+        return standard.subtracts(scheme) or holds_negatives(stored, None)
     return True
 
 
