@@ -634,7 +634,7 @@ def test_operators(name: str, device: str) -> None:
 def test_jax_has_operators_and_no_protocol() -> None:
     import jax
 
-    made = arguments("jax:cpu:0")
+    made = arguments("jax")
     q, x = made[A.Q], made[A.X]
     wanted = host(x + q.dequantize())
     assert_same_bits(host(jax.jit(lambda a: a + q)(x)), wanted)

@@ -1049,11 +1049,11 @@ def test_jit() -> None:
         found += [ops.scatter(t, 0, places, 1), ops.assign(t, 0, a[1]), ops.assign(t, places, 1)]
         return [*found, ops.embedding(places, t), ops.conv2d(image, image)]
 
-    shapes = jax.eval_shape(everything, *operands("jax:cpu:0"))
+    shapes = jax.eval_shape(everything, *operands("jax"))
     for shape, same in zip(shapes, quietly(everything, *operands("numpy")), strict=True):
         assert (shape.shape, shape.dtype.kind) == (same.shape, same.dtype.kind)
 
-    q, x, rows, _ = operands("jax:cpu:0")
+    q, x, rows, _ = operands("jax")
 
     def some(t: Any, a: Any, places: Any) -> list[Any]:
         found = [t + a, 2 / t, t**2, t < a, ops.exp(t), ops.erf(t), t.sum(0), t.argmax()]

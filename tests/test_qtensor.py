@@ -285,7 +285,7 @@ def test_a_named_table_with_other_entries() -> None:
 def test_a_tensor_passes_through_jit() -> None:
     import jax
 
-    q = make("nvfp4", device="jax:cpu:0")
+    q = make("nvfp4", device="jax")
     values = jax.jit(lambda t: t.dequantize())(q)
     assert_same_bits(host(values), host(q.dequantize()))
     assert jax.jit(lambda t: t.T)(q).to_data() == q.T.to_data()

@@ -468,7 +468,7 @@ def test_index_arrays_of_another_library_are_refused() -> None:
 def test_views_under_jit(scheme: str) -> None:
     import jax
 
-    q = make(scheme, (6, 70), "jax:cpu:0")
+    q = make(scheme, (6, 70), "jax")
     values, ids = make(scheme, (6, 70)).dequantize(), jax.numpy.asarray([4, -6, 4])
     got = jax.jit(lambda t, i: (t[2:5], t.reshape(3, 140), t[i], t.T[:, i], t[i[0]]))(q, ids)
     turned = values[[4, 0, 4]].T
@@ -483,17 +483,17 @@ def test_views_under_jit(scheme: str) -> None:
 def test_a_traced_index_along_blocks() -> None:
     import jax
 
-    q, ids = make("q4s/32:f16", (6, 70), "jax:cpu:0"), jax.numpy.asarray([4, 69])
+    q, ids = make("q4s/32:f16", (6, 70), "jax"), jax.numpy.asarray([4, 69])
     with pytest.raises(errors.LayoutRefused, match="which a tracer hides"):
         jax.jit(lambda t, i: t[:, i])(q, ids)
     with pytest.raises(errors.UnsupportedArray, match="traced"):
         jax.jit(lambda t, i: t[i > 0])(q, ids[:1].repeat(6))
     with pytest.raises(errors.InvalidIndex, match="not integers"):
         jax.jit(lambda t, i: t[i[0] :])(q, ids)
-    whole = make("q4s/row:f16", (6, 70), "jax:cpu:0")
+    whole = make("q4s/row:f16", (6, 70), "jax")
     wanted = whole.to("numpy").dequantize()
     check(jax.jit(lambda t, i: t[:, i])(whole, ids), wanted[:, [4, 69]])
-    one = make("q4s/tensor:f32", (6, 70), "jax:cpu:0")
+    one = make("q4s/tensor:f32", (6, 70), "jax")
     pairs = jax.numpy.asarray(GATHERED)
     wanted = np.take_along_axis(one.to("numpy").dequantize(), GATHERED, 1)
     check(jax.jit(lambda t, i: t.gather(i, 1))(one, pairs), wanted)
@@ -503,10 +503,10 @@ def test_a_traced_index_along_blocks() -> None:
 def test_tensor_scales_hidden_by_a_tracer() -> None:
     import jax
 
-    a, b = (make("nvfp4", (n, 64), "jax:cpu:0") for n in (2, 3))
+    a, b = (make("nvfp4", (n, 64), "jax") for n in (2, 3))
     with pytest.raises(errors.LayoutRefused, match="hidden by a tracer"):
         jax.jit(lambda s, t: pq.concat([s, t]))(a, b)
-    a, b = (make("nf4", (n, 64), "jax:cpu:0") for n in (2, 3))
+    a, b = (make("nf4", (n, 64), "jax") for n in (2, 3))
     joined = jax.jit(lambda s, t: pq.concat([s, t]))(a, b)
     check(joined, np.concatenate([part.to("numpy").dequantize() for part in (a, b)]))
 
