@@ -69,7 +69,7 @@ REFUSED = (
     (problem("q4s", a="float64"), "not float64"),
     (problem("q4s", m=8192), "up to 4096 rows"),
     (problem("q4s", a="float16", m=128), "up to 64 rows"),
-    (problem("nf4", a="float32"), "do not enter"),
+    (problem("u8[dynamic8]/64:f32"), "no decoder"),
     (problem("q4s", k=0), "extent is zero"),
     (problem("q4s/7:f16"), "power of two"),
     (problem("q3s", layout=(None, (0, 1))), "4 and 8 bits"),

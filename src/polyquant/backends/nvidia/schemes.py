@@ -27,14 +27,17 @@ _MOST_ROWS = MappingProxyType(
 )
 
 
-def why_not(problem: Problem) -> str | None:
-    """Why the kernel cannot run a product, or None."""
+def why_not(problem: Problem, *, splits_tables: bool = False) -> str | None:
+    """Why the kernel cannot run a product, or None.
+
+    ``splits_tables``: beside float32 it runs once for each part of a table's entries.
+    """
     scheme = problem.b
     if not isinstance(scheme, QuantScheme) or isinstance(problem.a, QuantScheme):
         return "it multiplies a float by a quantized weight"
     if problem.a not in _MOST_ROWS:
         return f"it takes bfloat16, float16 and float32, not {problem.a}"
-    if problem.a == "float32" and scheme.mode is QuantMode.LOOKUP:
+    if problem.a == "float32" and scheme.mode is QuantMode.LOOKUP and not splits_tables:
         return "a table's float32 entries do not enter a bf16 multiplier exactly"
     axes = problem.layout[1] or ()
     rank = len(axes)

@@ -98,7 +98,8 @@ def _launched(x: Array, weight: QTensor, kind: Any) -> Array:
     batch, m, k = x.shape
     scheme, n, by_n = weight.scheme, weight.shape[-1], weight.axes[-1] == weight.ndim - 1
     entering, gpu = str(x.dtype), gpu_here()
-    out = str(kind) if str(kind) in planning.OUT else "float32"
+    splits = scheme.mode is QuantMode.LOOKUP and entering == "float32"
+    out = str(kind) if str(kind) in planning.OUT and not splits else "float32"
     tiles = planning.tiles_for(scheme, (m, n, k), entering, gpu, by_n=by_n)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -k % 8)))
     if entering == "float32":
@@ -124,7 +125,12 @@ def _launched(x: Array, weight: QTensor, kind: Any) -> Array:
     plan = planning.plan(scheme, shapes, (entering, out), grids, tiles, gpu)
     argument = planning.argument_of(plan, shapes, (0,) * 5, lines)
     result = jax.ShapeDtypeStruct((batch, m, n), out)
-    return launch(plan, argument, arrays, x.shape, result).astype(kind)
+    if not splits:
+        return launch(plan, argument, arrays, x.shape, result).astype(kind)
+    # Entries of float32 enter as three of bf16 that add up to them, a product for each.
+    tables = split_planes(arrays["table"][None, None])[0].astype(jnp.float32)
+    parts = [launch(plan, argument, arrays | {"table": t}, x.shape, result) for t in tables]
+    return (parts[2] + parts[1] + parts[0]).astype(kind)
 
 
 def split_planes(x: Array) -> Array:
