@@ -50,15 +50,18 @@ def _error(y: Any, a: Any, b: Any, dtype: str, entering: str | None) -> str:
 @pytest.mark.parametrize(
     ("values", "kernel"),
     [
-        (("q8s-row", "q8s-row"), "torch.triton.int8"),
+        (("q8s-row", "q8s-row"), "torch.nvrtc.int8"),
         (("fp8-row", "fp8-tensor"), "torch.cublas.fp8"),
         (("q8s-32", "q8s-row"), "torch.nvrtc.pairs"),
         (("q8s/96:f16", "q8s-row"), "torch.triton.int8"),
-        (("q8s-row", "q4s-32"), "torch.nvrtc.pairs"),
-        (("q8s-row", "q4s-row"), "torch.triton.int8"),
-        (("e4m3/1x128:f32", "fp8-128x128"), "torch.triton.fp8"),
-        (("fp8-row", "q4s/128:f16"), "torch.triton.fp8"),
-        (("fp8-row", "mxfp4"), "torch.cublas.bf16"),
+        (("q8s-row", "q4s-32"), "torch.nvrtc.int8"),
+        (("q8s-row", "q4s-row"), "torch.nvrtc.int8"),
+        (("q8s-row", "q2s-row"), "torch.triton.int8"),
+        (("e4m3/1x128:f32", "fp8-128x128"), "torch.nvrtc.fp8"),
+        (("e4m3/1x128:f32", "e4m3/1x128:f32"), "torch.triton.fp8"),
+        (("fp8-row", "q4s/128:f16"), "torch.nvrtc.fp8"),
+        (("fp8-row", "mxfp4"), "torch.nvrtc.fp8"),
+        (("mxfp8", "mxfp4"), "torch.cublas.bf16"),
         (("fp8-row", "nvfp4"), "torch.triton.cublas"),
         (("fp8-row", "q8s-row"), "torch.cublas.bf16"),
         (("q4s-row", "q8s-row"), "torch.triton.int8"),
@@ -71,8 +74,10 @@ def test_which_kernel_multiplies_two_quantized(values: tuple[str, str], kernel: 
 @pytest.mark.parametrize(
     ("values", "kernel"),
     [
-        (("q8s-row", "q8s-row"), "torch.triton.int8"),
-        (("fp8-row", "fp8-tensor"), "torch.triton.fp8"),
+        (("q8s-row", "q8s-row"), "torch.nvrtc.int8"),
+        (("fp8-row", "fp8-tensor"), "torch.nvrtc.fp8"),
+        (("q8s-row", "q4s-row"), "torch.nvrtc.int8"),
+        (("q8s-row", "q2s-row"), "torch.nvrtc.pairs"),
         (("q8s-row", "q8s-32"), "torch.nvrtc.pairs"),
         (("q8s-32", "q4s/128:f16"), "torch.nvrtc.pairs"),
         (("mxfp8", "mxfp4"), "torch.nvrtc.pairs"),
@@ -127,6 +132,96 @@ def test_products_of_few_quantized_rows(pair: tuple[str, str]) -> None:
             y = pairs.matmul(a.to(DEVICE), weight, torch.float32)
             assert not _error(y, a, b, "float32", None), (n, k, m)
             assert torch.equal(y, pairs.matmul(a.to(DEVICE), weight, torch.float32))
+
+
+MANY = (
+    ("q8s-row", "q8s-row"), ("q8f/tensor:f32", "q8f/row:f16"), ("q8s/1x128:f32", "q8s/128x256:f16"),
+    ("q8s-row", "q4s-row"), ("q8f-row", "q4f/64:bf16"), ("q8s/tensor:f32", "q4s-32"),
+    ("q8s-row", "q4f/256:ue8m0"), ("q8s-row", "q4s/16x64:f32"), ("fp8-row", "fp8-row"),
+    ("fp8-tensor", "fp8-tensor"), ("e4m3/1x128:f32", "fp8-128x128"), ("fp8-128x128", "fp8-row"),
+    ("fp8-row", "q4s/128:f16"), ("fp8-row", "q4f/32:f16"), ("fp8-tensor", "mxfp4"),
+    ("fp8-row", "e2m1/64:ue8m0"), ("fp8-row", "e2m1/128:ue8m0"),
+    ("e4m3/row:ue4m3/tensor:f32", "e2m1/32:ue4m3/tensor:f32"),
+)  # fmt: skip
+
+
+@needs_gpu
+@pytest.mark.parametrize("pair", MANY, ids=" x ".join)
+def test_products_of_many_quantized_rows(pair: tuple[str, str]) -> None:
+    from polyquant.backends.torch.cuda import wide
+
+    torch.manual_seed(17)
+    is_float = as_scheme(pair[0]).value.is_float
+    entering = "float16" if is_float else None
+    for n, k in ((70, 256), (33, 200), (1, 32), (257, 4112)):
+        b = _operand(pair[1], (n, k))
+        weight = b.to(DEVICE).mT
+        for m in (1, 40, 130, 300):
+            a = _operand(pair[0], (m, k))
+            rows = a.to(DEVICE)
+            for dtype in (torch.float32, torch.bfloat16)[: 1 + (n == 257)]:
+                y = wide.matmul(rows, weight, dtype)
+                name = str(dtype).removeprefix("torch.")
+                assert not _error(y, a, b, name, entering), (n, k, m, dtype)
+                assert torch.equal(y, wide.matmul(rows, weight, dtype)), (n, k, m, dtype)
+
+
+@needs_gpu
+def test_each_way_to_cut_a_product_of_many_rows() -> None:
+    from polyquant.backends.torch.cuda import wide
+
+    torch.manual_seed(19)
+    # lw, rw, nt, kc, mc, stages, blocks
+    cuts = [(2, 1, 16, 1, 2, 4), (1, 2, 8, 2, 1, 3), (1, 1, 8, 4, 1, 6, 2), (3, 1, 2, 1, 1, 2)]
+    for pair in (MANY[0], MANY[3], MANY[10], MANY[12], MANY[14]):
+        a, b = _operand(pair[0], (200, 1040)), _operand(pair[1], (300, 1040))
+        rows, weight = a.to(DEVICE), b.to(DEVICE).mT
+        for each in cuts:
+            for _ in range(2):  # the second begins before what precedes it has ended
+                y = torch.full((200, 300), float("nan"), device="cuda")
+                wide.multiply(rows, weight, y, wide.Cut(*each))
+                entering = "float16" if a.scheme.value.is_float else None
+                assert not _error(y, a, b, "float32", entering), (pair, each)
+
+
+@needs_gpu
+def test_powers_of_two_far_apart_and_rows_of_nan() -> None:
+    from polyquant.backends.torch.cuda import wide
+
+    generator = np.random.default_rng(23)
+    steps = 2.0 ** generator.integers(-40, 40, (130, 512 // 32))
+    values = generator.standard_normal((130, 512)) * np.repeat(steps, 32, axis=1)
+    b = pq.quantize(values.astype("float32"), "mxfp4")
+    a = _operand("fp8-row", (40, 512))
+    codes = a.data.copy()
+    codes[7] = 0x7F
+    y = wide.matmul(a._replace(data=codes).to(DEVICE), b.to(DEVICE).mT, torch.float32)
+    assert y[7].isnan().all()
+    others = [i for i in range(40) if i != 7]
+    rows = a.dequantize("float64")[others], b.dequantize("float64").T
+    host = pq.arrays.backend("torch").to_host(y[others])
+    assert not conform.product_error(host, *rows, "float32", "float16")
+
+
+@needs_gpu
+@pytest.mark.parametrize("pair", [MANY[0], MANY[3], MANY[12]], ids=" x ".join)
+def test_parts_of_lines_of_many_rows(pair: tuple[str, str]) -> None:
+    """Rows of a larger tensor, and codes at addresses that copies of tiles cannot begin at."""
+    from polyquant.backends.torch.cuda import wide
+
+    a, b = _operand(pair[0], (100, 384)), _operand(pair[1], (90, 384))
+    rows, weight = a.to(DEVICE), b.to(DEVICE)
+    expected = wide.matmul(rows, weight.mT, torch.float32)
+    assert torch.equal(
+        wide.matmul(rows[30:77], weight[5:60].mT, torch.float32), expected[30:77, 5:60]
+    )
+    shifted = []
+    for q in (rows, weight):
+        room = torch.empty(q.data.numel() * q.data.itemsize + 4, dtype=torch.uint8, device="cuda")
+        room[4:] = q.data.view(torch.uint8).reshape(-1)
+        codes = room[4:].reshape(q.data.view(torch.uint8).shape).view(q.data.dtype)
+        shifted.append(q._replace(data=codes))
+    assert torch.equal(wide.matmul(shifted[0], shifted[1].mT, torch.float32), expected)
 
 
 BY_CUBLAS = (

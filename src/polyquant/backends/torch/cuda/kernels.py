@@ -124,12 +124,26 @@ def _why_not_cublas(problem: Problem) -> str | None:
 
 
 def _why_not_pairs(problem: Problem) -> str | None:
-    reason = pairing.why_not_pairs(problem) or _lacks_nvrtc()
+    has_wgmma = _lacks_wgmma() is None
+    reason = pairing.why_not_pairs(problem, has_wgmma=has_wgmma) or _lacks_nvrtc()
     operands = (problem.a, problem.b)
     made = [each for each in operands if isinstance(each, QuantScheme)]
     if reason is None and any(map(schemes.converts_fp8, made)):
         return _lacks_fp8()
     return reason
+
+
+def _why_not_wide(problem: Problem, *, is_int: bool) -> str | None:
+    reason = pairing.why_not_wide(problem, is_int=is_int) or _lacks_nvrtc()
+    return reason or _lacks_wgmma()
+
+
+def _why_not_wide_int8(problem: Problem) -> str | None:
+    return _why_not_wide(problem, is_int=True)
+
+
+def _why_not_wide_fp8(problem: Problem) -> str | None:
+    return _why_not_wide(problem, is_int=False)
 
 
 def _why_not_fp8(problem: Problem) -> str | None:
@@ -207,10 +221,13 @@ def tune(device: str) -> Any:
 
 _FP8 = _product("paired", "matmul_fp8")
 _BLOCKWISE = _product("blockwise", "matmul")
+_WIDE = _product("wide", "matmul")
 KERNELS = (
     Kernel("torch.nvrtc.mma", "matmul", _why_not_mma, _product("mma", "matmul")),
     Kernel("torch.nvrtc.pairs", "matmul", _why_not_pairs, _product("pairs", "matmul")),
     Kernel("torch.cublas.fp8", "matmul", _why_not_fp8, _FP8, entering="float16"),
+    Kernel("torch.nvrtc.int8", "matmul", _why_not_wide_int8, _WIDE),
+    Kernel("torch.nvrtc.fp8", "matmul", _why_not_wide_fp8, _WIDE, entering="float16"),
     Kernel("torch.triton.int8", "matmul", _why_not_block_int8, _BLOCKWISE),
     Kernel("torch.triton.fp8", "matmul", _why_not_block_fp8, _BLOCKWISE, entering="float16"),
     Kernel("torch.cublas.bf16", "matmul", _why_not_bf16, _product("paired", "matmul_bf16")),

@@ -156,20 +156,42 @@ def tiles_of_array(
 
     ``strides``: of the first two axes in elements, whole eights; that of the last is 1.
     """
-    many = [driver.cuuint64_t(extent) for extent in reversed(shape)]
-    bytes_between = [driver.cuuint64_t(2 * strides[1]), driver.cuuint64_t(2 * strides[0])]
-    box = [driver.cuuint32_t(each) for each in (64, rows, 1)]
-    ones = [driver.cuuint32_t(1)] * len(shape)
+    steps, box = (2 * strides[1], 2 * strides[0]), (64, rows, 1)
+    kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    return _tensor_map(kind, address, shape[::-1], steps, box)
+
+
+@lru_cache(maxsize=4096)
+def tiles_of_lines(address: int, shape: tuple[int, int], stride: int, tile: tuple[int, int]) -> Any:
+    """How a kernel copies tiles of lines of bytes by itself (a CUtensorMap, 128 bytes), with the
+    swizzle of a tile's width.
+
+    ``shape``: lines, and bytes of each; ``stride``: bytes between them, whole 16. ``tile``: lines
+    and bytes of one, of 32, 64 or 128.
+    """
+    kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8
+    return _tensor_map(kind, address, shape[::-1], (stride,), tile[::-1], f"{tile[1]}B")
+
+
+def _tensor_map(
+    kind: Any,
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: str = "128B",
+) -> Any:
+    """The last axis first; ``strides`` in bytes, of all axes but that."""
     given = (
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        kind,
         len(shape),
         address,
-        many,
-        bytes_between,
-        box,
-        ones,
+        [driver.cuuint64_t(extent) for extent in shape],
+        [driver.cuuint64_t(each) for each in strides],
+        [driver.cuuint32_t(each) for each in box],
+        [driver.cuuint32_t(1)] * len(shape),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from polyquant.backends.nvidia.schemes import why_not_codes
 from polyquant.kernel import Problem
 from polyquant.scheme import QuantScheme
-from polyquant.values import QuantMode, QuantValue, ScaleDtype
+from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
 
 #: How two operands lie that are stored with the axis that is summed last.
 _BY_K = ((0, 1), (1, 0))
@@ -19,11 +19,11 @@ _BESIDE_E4M3 = (QuantValue.E4M3, QuantValue.E2M1, *AS_INT8)
 _MOST_K = 1 << 16
 #: Values of a block from which on codes are multiplied at full speed.
 _LEAST_BLOCK = 128
-#: Rows up to which blockwise.py is quicker than cuBLAS: of codes under one scale, and else.
+#: Rows up to which other kernels are quicker than cuBLAS: of codes under one scale, and else.
 _FEW_WHOLE, _FEW_FP8 = 64, 128
-#: Rows above which other kernels are quicker than pairs.cu: blockwise.py for codes of 8 bits, which
-#: need no widening; it or cuBLAS; none.
-_MOST_BYTES, _MOST_PAIRED, _MOST_ALONE = 16, 128, 1 << 20
+#: Rows above which other kernels are quicker than pairs.cu: wide.cu, or blockwise.py for codes of
+#: 8 bits, which need no widening; wide.cu for integers of 4 bits; blockwise.py or cuBLAS; none.
+_MOST_BYTES, _MOST_NARROW, _MOST_PAIRED, _MOST_ALONE = 16, 32, 128, 1 << 20
 
 
 def by_powers(scheme: QuantScheme) -> bool:
@@ -87,7 +87,59 @@ def why_not_blockwise(problem: Problem, values: tuple[QuantValue, ...]) -> str |
     return None
 
 
-def why_not_pairs(problem: Problem) -> str | None:
+def why_not_wide(problem: Problem, *, is_int: bool) -> str | None:
+    """Why ``wide.cu`` cannot multiply integers, or e4m3 by what it holds; or None."""
+    left, right = problem.a, problem.b
+    if not isinstance(left, QuantScheme) or not isinstance(right, QuantScheme):
+        return "it multiplies two quantized operands"
+    if problem.layout != _BY_K:
+        return _NOT_BY_K
+    first = _BYTES if is_int else (QuantValue.E4M3,)
+    second = tuple(v for v in (AS_INT8 if is_int else AS_E4M3) if v.bits > 2)
+    if left.value not in first or right.value not in second:
+        return f"it multiplies {' or '.join(first)} by one of {', '.join(second)}"
+    for scheme in (left, right):
+        if scheme.mode is not QuantMode.SYMMETRIC or scheme.offset is not None:
+            return f"it takes symmetric codes without offsets, not {scheme}"
+        if isinstance(scheme.scale, QuantScheme):
+            return f"it takes scales that are numbers, not {scheme.scale}"
+    if reason := _why_not_wide_blocks(left, right):
+        return reason
+    if problem.step and problem.step * right.bits % 128:
+        return "lines of codes must be whole 16 bytes"
+    if right.bits < 8 and right.store is QuantStore.NATIVE:
+        return "codes of 4 bits must lie two in a byte"
+    if is_int and problem.k > _MOST_K:
+        return f"sums of more than {_MOST_K} products may not fit int32"
+    return None
+
+
+def _why_not_wide_blocks(left: QuantScheme, right: QuantScheme) -> str | None:
+    """Which scales ``wide.cu`` does not find: a row's are in registers, a column's are at hand
+    after all of k, or one for all columns of a tile before."""
+    extent, (height, right_extent) = _block_of(left)[1], _block_of(right)
+    if right.bits < 8:
+        if extent != -1:
+            return "beside codes of 4 bits x must have a scale a line, or one"
+        if right_extent != -1 and right_extent % 128 and right_extent not in (32, 64):
+            return "its blocks must be of 32, 64 or whole 128 values along k"
+        return None
+    if any(each != -1 and each % 128 for each in (extent, right_extent)):
+        return "blocks of 8-bit codes must be of whole 128 values along k"
+    if right_extent != -1 and height != -1 and height % 128:
+        return "a weight of 8 bits in blocks must have one of whole 128 lines"
+    return None
+
+
+def _block_of(scheme: QuantScheme) -> tuple[int, int]:
+    """Lines of a block, and its values along k; -1: all of them."""
+    if scheme.block is None:
+        return -1, -1
+    height, extent = (1, *scheme.block)[-2:]
+    return height, extent
+
+
+def why_not_pairs(problem: Problem, *, has_wgmma: bool = True) -> str | None:
     """Why ``pairs.cu`` cannot multiply two quantized operands, or None."""
     left, right = problem.a, problem.b
     if not isinstance(left, QuantScheme) or not isinstance(right, QuantScheme):
@@ -113,6 +165,9 @@ def why_not_pairs(problem: Problem) -> str | None:
     widened = is_long and right.value in (AS_E4M3 if left.value.is_float else AS_INT8)
     most = _MOST_PAIRED if widened or why_not_bf16(problem) is None else _MOST_ALONE
     most = _MOST_BYTES if widened and right.bits == 8 else most
+    is_int = not left.value.is_float
+    if has_wgmma and why_not_wide(problem, is_int=is_int) is None:
+        most = _MOST_NARROW if is_int and right.bits < 8 else _MOST_BYTES
     if problem.m > most:
         return f"it is for up to {most} rows by codes of {right.bits} bits in such blocks"
     return why_not_codes(right, problem.step)

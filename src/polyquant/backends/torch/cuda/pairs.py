@@ -135,7 +135,7 @@ def _lines(codes: torch.Tensor) -> torch.Tensor:
     return codes.clone(memory_format=torch.contiguous_format)
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """An operand: the type of its scales; values of a block (0: a scale a line); bytes of a line of
     codes and of scales; lines of a block."""
 
@@ -146,11 +146,11 @@ class _Side(NamedTuple):
     height: int
 
 
-def _side(scheme: QuantScheme, lines: int, k: int) -> _Side:
+def side_of(scheme: QuantScheme, lines: int, k: int) -> Side:
     kind, counts = type_number(scheme.scale), scheme.scale_shape((lines, k))
     height = scheme.block_extents((lines, k))[0] if counts[0] > 1 else lines
     line = line_size_bytes(k, scheme.bits, scheme.store)
-    return _Side(kind, block_of(scheme, k, by_n=False), line, counts[1] * SIZES[kind], height)
+    return Side(kind, block_of(scheme, k, by_n=False), line, counts[1] * SIZES[kind], height)
 
 
 class _Plan(NamedTuple):
@@ -171,7 +171,7 @@ def _plan(
 ) -> _Plan:
     """``steps``: the alignment of codes of x and of the weight, and of the scales of both."""
     (m, k, n), (dtype, device) = sizes, place
-    x, w = _side(schemes[0], m, k), _side(schemes[1], n, k)
+    x, w = side_of(schemes[0], m, k), side_of(schemes[1], n, k)
     kind = kind_of(schemes[1])
     bits, number, mantissa = (kind.bits, kind.number, kind.mantissa) if kind else (8, 0, 0)
     x_step, step = min(steps[0], step_of(x.line)), min(steps[1], step_of(w.line))
@@ -213,7 +213,7 @@ def _plan(
     return _Plan(function, grid, (m, n, math.ceil(k / cut.chunk), *lines))
 
 
-def _scale_bytes(side: _Side, chunk: int) -> int:
+def _scale_bytes(side: Side, chunk: int) -> int:
     """Bytes of a line's scales that are copied with a chunk."""
     return SIZES[side.kind] * max(1, chunk // side.block) if side.block else 0
 
