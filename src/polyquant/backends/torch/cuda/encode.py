@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from functools import lru_cache
+import threading
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -80,13 +81,26 @@ def quantize_and_look(
     table: torch.Tensor | None = None,
 ) -> tuple[QTensor, Seen]:
     """The same of values that may not be finite: it waits, and says what the kernels saw."""
-    # Memory of the host that kernels write to: nothing is to be copied back.
-    flags = torch.zeros(2, dtype=torch.int32, pin_memory=x.is_cuda)
-    q = _quantize(x, scheme, calibration, None, _How(table, False, flags.data_ptr()))
+    flags = _flags(x.is_cuda)
+    flags.values[:] = 0
+    q = _quantize(x, scheme, calibration, None, _How(table, False, flags.address))
     if x.is_cuda:
         torch.cuda.current_stream(x.device).synchronize()
-    is_bad, has_smallest = flags.tolist()
+    is_bad, has_smallest = flags.values.tolist()
     return q, Seen(not is_bad, bool(has_smallest) or scheme.table == CUSTOM)
+
+
+class _Flags(threading.local):
+    """A thread's memory of the host that kernels write to, so that nothing is to be copied back."""
+
+    def __init__(self, is_pinned: bool) -> None:
+        array = torch.zeros(2, dtype=torch.int32, pin_memory=is_pinned)
+        self.values, self.address = array.numpy(), array.data_ptr()
+
+
+@cache
+def _flags(is_pinned: bool) -> _Flags:
+    return _Flags(is_pinned)
 
 
 class _How(NamedTuple):
