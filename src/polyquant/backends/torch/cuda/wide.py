@@ -25,8 +25,9 @@ from polyquant.scheme import QuantScheme
 _STEP = 128
 #: Bytes through which a warp's rows of the result go, of a tile turned round or not.
 _OUT_BYTES = (16 * 80, 32 * 48)
-#: Copies under way at most.
+#: Copies under way at most, and what their barriers take of shared memory besides: two each.
 _MOST_STAGES = 12
+_BARRIERS_BYTES = 16 * _MOST_STAGES
 #: Threads of four warps, which multiply together; as many more copy.
 _GROUP = 128
 
@@ -231,7 +232,7 @@ def cut_for(sizes: tuple[int, int, int], bits: int, gpu: Gpu, *, is_exact: bool)
     tiles = math.ceil(lines / (64 * lw)) * math.ceil(columns / (8 * nt))
     most = min(gpu.processors // tiles, k // (8 * _STEP))  # blocks of threads that share k
     cut = Cut(lw, 1, nt, 4 if most >= 4 else max(1, most // 2 * 2), 1, _MOST_STAGES)
-    while _shared_bytes(cut, bits, is_turned=bits < 8) > gpu.shared_bytes:
+    while _shared_bytes(cut, bits, is_turned=bits < 8) > gpu.shared_bytes - _BARRIERS_BYTES:
         cut = cut._replace(stages=cut.stages - 1)
     return cut
 
