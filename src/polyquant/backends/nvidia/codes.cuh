@@ -332,10 +332,14 @@ __device__ __forceinline__ float build_lut(u32* lut, const float* table) {
 #else
   float by = 1.0f;
 #endif
-  for (int i = threadIdx.x; i < 256 * LUT_COPIES / 4; i += THREADS) {
-    int entry = i / (LUT_COPIES / 4);
-    u32 pair = pack(entry_of(table, entry & 15) * by, entry_of(table, entry >> 4) * by);
-    ((uint4*)lut)[i] = make_uint4(pair, pair, pair, pair);
+  constexpr int EACH = LUT_COPIES / 4, ENTRIES = THREADS / EACH;  // that are written at once
+  for (int first = threadIdx.x / EACH % 16; first < 16; first += ENTRIES) {
+    const float low = entry_of(table, first) * by;
+#pragma unroll 4
+    for (int second = threadIdx.x / EACH / 16; second < 16; second += max(1, ENTRIES / 16)) {
+      const u32 pair = pack(low, entry_of(table, second) * by);
+      ((uint4*)lut)[(second * 16 + first) * EACH + threadIdx.x % EACH] = make_uint4(pair, pair, pair, pair);
+    }
   }
   return undo;
 }
@@ -599,6 +603,13 @@ __device__ __forceinline__ float scale_of_row(const Operands& p, int n) {
 }
 __device__ __forceinline__ float scale_of_all(const Operands& p, float undo) {
   return undo * (p.tensor_scale ? *p.tensor_scale : 1.0f);
+}
+
+// Asks for what `finish` wants of 16 rows to come as far as to the L2 cache.
+__device__ __forceinline__ void announce_scales(const Operands& p, int first) {
+  auto announce = [](const void* number) { asm volatile("prefetch.global.L2 [%0];" ::"l"(number)); };
+  if (p.tensor_scale) announce(p.tensor_scale);
+  if constexpr (!IN_BLOCKS) announce(p.scales + min(first, p.n - 1) / p.block_rows * p.scale_stride);
 }
 
 // The slices of a cluster together, in order, scaled, and out: each block of threads its share.

@@ -29,9 +29,10 @@ __device__ __forceinline__ void multiply(float* d, const u32* low, const u32* hi
   mma(d, low[2], high[2], low[3], high[3], b[2], b[3]);
 }
 
+template <bool IN_ORDER>
 __device__ __forceinline__ void x_pairs(const u8* x, u32* b) {
   uint4 v = *(const uint4*)x;
-  if constexpr (NATURAL) {
+  if constexpr (IN_ORDER) {
     b[0] = v.x, b[1] = v.y, b[2] = v.z, b[3] = v.w;
   } else if constexpr (FOURS) {
     b[0] = __byte_perm(v.x, v.y, 0x5410), b[1] = __byte_perm(v.x, v.y, 0x7632);
@@ -41,6 +42,9 @@ __device__ __forceinline__ void x_pairs(const u8* x, u32* b) {
     b[2] = __byte_perm(v.y, v.w, 0x5410), b[3] = __byte_perm(v.y, v.w, 0x7632);
   }
 }
+
+// One row of x is put in order once, not for each row of the weight, where a warp has it for itself.
+constexpr bool ORDERS = X_ROWS == 1 && WN == 1 && !NATURAL;
 
 // With many rows of x it is less work to scale the numbers, rounded to bf16, than each block's sums.
 // So it is for any number of them where bf16 holds the products anyway: of e4m3 and up to 4 bits.
@@ -74,6 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++)
     if (s < count) weight.fetch(codes_of(s), first_chunk + s * apart, lane);
+  if (lane < RT) announce_scales(of_batch(p, blockIdx.y), first + 16 * lane);
   if constexpr (KIND == LOOKUP) {
     undo = build_lut(lut, p.table);
     __syncthreads();
@@ -94,6 +99,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
     }
     asm volatile("cp.async.commit_group;");
 
+    if constexpr (ORDERS) {
+#pragma unroll
+      for (int piece = lane; piece < CHUNK / 8; piece += 32) {
+        u32 b[4];
+        uint4* at = (uint4*)(stages + it % STAGES * SLICE_STAGE) + piece;
+        x_pairs<false>((const u8*)at, b);
+        *at = make_uint4(b[0], b[1], b[2], b[3]);
+      }
+      __syncwarp();
+    }
     const u8* x_at = stages + it % STAGES * SLICE_STAGE + t * 16;
     const u8* codes = stages + it % STAGES * SLICE_STAGE + X_STAGE + across * WARP_STAGE;
     const u8* scales = codes + ROWS * CODE_PITCH + g * SCALE_PITCH;
@@ -119,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
         u32 b[NT][4];
 #pragma unroll
         for (int j = 0; j < NT; j++)
-          x_pairs(x_at + min(8 * j + g, X_ROWS - 1) * X_PITCH + (c + e) * 64, b[j]);
+          x_pairs<NATURAL || ORDERS>(x_at + min(8 * j + g, X_ROWS - 1) * X_PITCH + (c + e) * 64, b[j]);
 #pragma unroll
         for (int r = 0; r < RT; r++) {
           u32 a[2][4];
