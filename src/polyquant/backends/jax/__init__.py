@@ -180,7 +180,6 @@ BACKEND = Backend(
         "gpu": (
             _TRANSFORMS,
             "polyquant.backends.jax.cuda",
-            "polyquant.backends.jax.pallas",
             "polyquant.backends.jax.accelerators",
         ),
         "*": (_TRANSFORMS, "polyquant.backends.jax.accelerators"),
