@@ -210,7 +210,7 @@ def torch_us(size: int, end: float) -> Iterator[tuple[tuple[str, int], float]]:
         for m in ROWS_OF_X:
             if time.monotonic() > end:
                 return
-            x, y = (torch.zeros(m, size, device=place, dtype=torch.bfloat16) for _ in range(2))
+            x, y = (torch.randn(m, size, device=place).to(torch.bfloat16) for _ in range(2))
             calls = [partial(mma.multiply, x, weight, y, None) for weight in copies]
             yield (scheme, m), round(tune.graph_us(calls, CALLS), 2)
 

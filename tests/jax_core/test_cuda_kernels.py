@@ -183,7 +183,7 @@ def _check_call(call: dict[str, Any]) -> None:
     assert len(set(places[:, 0])) == len(places)
     assert ((places[:, 0] >= 0) & (places[:, 0] <= size - 8) & (places[:, 0] % 8 == 0)).all()
     assert not call["argument"].view(np.int64)[places[:, 0] // 8].any()
-    grid, cluster, threads, shared = np.split(call["launch"], (3, 6, 7))
+    grid, cluster, threads, shared = np.split(call["launch"][:8], (3, 6, 7))
     assert (grid > 0).all() and (grid % cluster == 0).all()
     assert threads % 32 == 0 and threads <= 1024 and shared <= launch._ABSENT.shared_bytes
     if call["map"].size:
@@ -355,7 +355,7 @@ def test_the_operation_before_may_write_the_weight() -> None:
 def test_every_scheme_keeps_the_bound(scheme: str, kind: str) -> None:
     n, k = 132, 1056
     q = weight(scheme, n, k).mT
-    for m in (1, 9, 64, 256):
+    for m in (1, 9, 256) if kind == "bfloat16" else (9,):  # what is compiled anew takes its time
         reason = KERNEL.why_not(problem(scheme, a=kind, m=m))
         if reason is None:
             x = floats(m, k, dtype=kind)
