@@ -124,7 +124,7 @@ def test_the_committed_table_has_tiles_for_every_number_of_rows() -> None:
     found = json.loads(tiles.COMMITTED.read_text(encoding="utf-8"))
     rows = [tiles.row_of(row) for row in found["rows"]]
     assert {row.columns for row in rows} >= {1, 8, 64, 256}
-    assert {row.bits for row in rows} == {2, 3, 4, 8}
+    assert {row.bits for row in rows} >= {2, 3, 4, 8}
     for row in rows:
         assert row.tiles.rt == 1 or not row.tiles.wide
         assert min(32, -(-row.columns // 8)) == row.tiles.nt
