@@ -47,7 +47,7 @@ def why_not_fp8(problem: Problem) -> str | None:
     if problem.layout != _BY_K:
         return _NOT_BY_K
     few = _FEW_FP8 if in_lines else _FEW_WHOLE
-    return f"up to {few} rows torch.triton.fp8 is quicker" if problem.m <= few else None
+    return f"up to {few} rows other kernels are quicker" if problem.m <= few else None
 
 
 def why_not_bf16(problem: Problem) -> str | None:
