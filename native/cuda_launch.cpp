@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -323,6 +324,8 @@ Failure run(const xla::Frame& frame, const Launch& given, void* stream) {
 
 // -- XLA's side -------------------------------------------------------------------------------
 
+std::atomic<int> minor_of_xla{xla::kMinor};
+
 xla::Error* error_of(const xla::Api* api, int code, const char* message) {
   xla::ErrorArgs args{sizeof args, nullptr, message, code};
   return api->create_error(&args);
@@ -333,15 +336,17 @@ bool answer_metadata(const xla::Frame& frame) {
   if (first == nullptr || first->type != xla::kMetadata) return false;
   auto* asked = reinterpret_cast<xla::MetadataRequest*>(first)->metadata;
   if (asked == nullptr) return true;
-  // Of versions between the oldest that has what is used here and the newest, all are meant.
+  // All minor versions have what is used here, and XLA wants its own. Older ones do not tell theirs.
   const bool tells = frame.api != nullptr && frame.api->version.major == xla::kMajor;
   asked->version.major = xla::kMajor;
-  asked->version.minor = tells ? frame.api->version.minor : xla::kMinor;
+  asked->version.minor = tells ? frame.api->version.minor : minor_of_xla.load();
   asked->traits = xla::kCommandBufferCompatible;
   return true;
 }
 
 }  // namespace
+
+void set_xla_minor(int minor) { minor_of_xla = minor; }
 
 void keep_cuda_kernel(const std::string& digest, std::string code, std::string function,
                       size_t argument) {

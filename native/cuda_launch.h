@@ -12,6 +12,9 @@ namespace pq {
 void keep_cuda_kernel(const std::string& digest, std::string code, std::string function,
                       size_t argument);
 
+// The minor version of XLA's FFI, for one that does not tell it.
+void set_xla_minor(int minor);
+
 // The handler of XLA's custom call, of its stages "initialize" and "execute". Attributes:
 //   kernel: the digest.
 //   launch: blocks along x, y, z; those of a cluster; threads of a block; bytes of its shared memory.

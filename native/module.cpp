@@ -784,6 +784,11 @@ NB_MODULE(_native, m) {
           pq::keep_cuda_kernel(digest, {code.c_str(), code.size()}, function, argument);
         },
         nb::arg("digest"), nb::arg("code"), nb::arg("function"), nb::arg("argument"));
-  m.def("cuda_launch", [] { return nb::capsule(reinterpret_cast<void*>(&pq::cuda_launch)); },
-        "The handler of XLA's custom call that launches them.");
+  m.def("cuda_launch",
+        [](int minor) {
+          pq::set_xla_minor(minor);
+          return nb::capsule(reinterpret_cast<void*>(&pq::cuda_launch));
+        },
+        nb::arg("minor") = pq::xla::kMinor,
+        "The handler of XLA's custom call that launches them, for a minor version of its FFI.");
 }

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import threading
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,7 +44,9 @@ def gpu_here() -> Gpu:
 @cache
 def _registered() -> Any:
     found = import_module("polyquant._native")
-    handler = found.cuda_launch()
+    header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
+    told = re.search(r"XLA_FFI_API_MINOR (\d+)", header.read_text(encoding="utf-8"))
+    handler = found.cuda_launch() if told is None else found.cuda_launch(int(told[1]))
     stages = {"initialize": handler, "execute": handler}
     jax.ffi.register_ffi_target(_TARGET, stages, platform="CUDA", api_version=1)
     return found
