@@ -35,6 +35,7 @@ from polyquant.dispatch import (
 )
 from polyquant.errors import InvalidTensor
 from polyquant.jax.explicit import entries_of, explicit_mesh, split, split_of_product, typed
+from polyquant.jax.linear import product_by
 from polyquant.ops.conversion import quantize_plain
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
@@ -44,6 +45,8 @@ from polyquant.values import OffsetKind
 Array = Any
 #: The kernels that these derivatives belong to stand above those that compute.
 BELOW = "jax.transforms"
+#: Of kernels that JAX cannot transpose: what they are called.
+OPAQUE = ("jax.nvrtc",)
 
 # -- decoding ---------------------------------------------------------------------------------
 
@@ -212,7 +215,12 @@ def _product(a: Any, b: Any, kind: Any, activations: QuantScheme | None) -> Arra
     left = a if activations is None else quantize_plain(a, activations)
     is_watched = is_transformed(owner, left, b)
     problem = matmul_problem(left, b, device_among(owner, left, b), transformed=is_watched)
-    return choose(owner.name, problem, below=BELOW).run(left, b, kind)
+    kernel = choose(owner.name, problem, below=BELOW)
+    is_by_rows = not isinstance(left, QTensor) and isinstance(b, QTensor) and b.ndim == 2
+    if is_watched and is_by_rows and kernel.name.startswith(OPAQUE):
+        return product_by(kernel, left, b, kind)
+    made: Array = kernel.run(left, b, kind)
+    return made
 
 
 def _product_jvp(
