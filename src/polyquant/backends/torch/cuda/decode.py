@@ -379,16 +379,17 @@ class _Call(NamedTuple):
 def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool, taken: int | None) -> _Call:
     extents, counts = scheme.block_extents(laid) or (1,), scheme.scale_shape(laid) or (1,)
     length, extent, count = laid[-1], extents[-1], counts[-1]
-    segment, scales = _segments(length, extent, count)
+    lines = math.prod(laid[:-1] if taken is None else (taken, *laid[1:-1]))
+    # Of few elements it is no matter, so all of them are one variant to compile.
+    whole = _SEGMENT if lines * length < _FILLS else triton.next_power_of_2(length)
+    segment, scales = _segments(min(_SEGMENT, whole), extent, count)
     bits, is_native = scheme.bits, scheme.store is QuantStore.NATIVE
     stride = line_size_bytes(length, bits, scheme.store)
     by_words = is_aligned and stride % 4 == 0 and (bits == 8 or not is_native)
     by_words = by_words and segment % (32 // bits if 8 % bits == 0 else 32) == 0
     a_line = -(-length // segment)
     a_row = math.prod(laid[1:-1])
-    segments = (laid[0] if taken is None else taken) * a_row * a_line
-    if len(laid) == 1:
-        segments = a_line
+    segments = lines * a_line
     tile = _TILE if segments * segment >= _FILLS else _TILE // 4
     rows = max(1, tile // segment)
     axes = leading(laid[:-1], extents[:-1], counts[:-1])
@@ -414,9 +415,8 @@ def _call(scheme: QuantScheme, laid: tuple[int, ...], is_aligned: bool, taken: i
     return _Call((-(-segments // rows),), numbers, tuple(constants.items()))
 
 
-def _segments(length: int, extent: int, count: int) -> tuple[int, int]:
+def _segments(whole: int, extent: int, count: int) -> tuple[int, int]:
     """How many values of a line a row of a tile takes, and the whole blocks in it (0: none)."""
-    whole = min(_SEGMENT, triton.next_power_of_2(length))
     if count == 1 or extent % whole == 0:
         return whole, 1
     if whole % extent == 0:
