@@ -1,6 +1,7 @@
 // The part of XLA's FFI that a handler here uses, in C++ of our own: building needs no jaxlib.
 // Binary interface 0.3; what is used of it is the same from 0.1 (jaxlib 0.6) to 0.4 (0.11). A test compares
 // sizes, offsets and numbers with the header that jaxlib comes with.
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
