@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -93,17 +94,23 @@ def main() -> None:
         "rivals_failed": {},
     }
     first, *further = SHAPES
-    made["products"] += measure_products(*first, (*SCHEMES, *WITH_BARS), made, rivals=True)
+    made["products"] += measure_products(*first, (*SCHEMES, *WITH_BARS), made)
+    write(made, arguments.out, begin)
     cublas = {row["m"]: row["cublas_us"] for row in made["products"]}
     made["both_quantized"] = measure_pairs(*first, cublas, made)
+    write(made, arguments.out, begin)
     made["conversions"] = [measure_conversions(each) for each in (*SCHEMES, *CONVERTED)]
     made["embeddings"] = measure_embeddings()
-    made["bars"] = bars([*made["products"], *made["both_quantized"]])
-    report(made)
     write(made, arguments.out, begin)
+    report(made)
     if arguments.quick:
         return
-    for shape in further:
+    for shape in further[:3]:
+        made["products"] += measure_products(*shape, SCHEMES, made)
+        write(made, arguments.out, begin)
+    measure_rivals(*first, made)
+    write(made, arguments.out, begin)
+    for shape in further[3:]:
         made["products"] += measure_products(*shape, SCHEMES, made)
         write(made, arguments.out, begin)
     known = {pq.scheme(s) for s in (*SCHEMES, *WITH_BARS)}
@@ -114,6 +121,7 @@ def main() -> None:
 
 def write(made: dict[str, Any], path: Path | None, begin: float) -> None:
     """What has been measured so far."""
+    made["bars"] = bars([*made["products"], *made.get("both_quantized", ())])
     print(f"{len(made['products'])} products, {time.monotonic() - begin:.0f} s", flush=True)
     if path is not None:
         lines = json.dumps(made, separators=(",", ":")).replace('},{"', '},\n{"')
@@ -148,9 +156,9 @@ def inputs(k: int) -> dict[int, torch.Tensor]:
 
 
 def measure_products(
-    n: int, k: int, schemes: Sequence[str], made: dict[str, Any], *, rivals: bool = False
+    n: int, k: int, schemes: Sequence[str], made: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Every scheme beside cuBLAS, and rivals; our kernels are compiled first, side by side."""
+    """Every scheme beside cuBLAS; our kernels are compiled first, side by side."""
     read_gb_s = made["ceilings"]["read_gb_s"]
     xs = inputs(k)
     floats = [
@@ -164,8 +172,6 @@ def measure_products(
         weights = [q.mT for q in copies(scheme, n, k)]
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda m: pq.matmul(xs[m], weights[0]), ROWS_OF_X))  # noqa: B023
-        given = (n, k, xs, time_us, made["rivals_failed"])
-        others = rivals_cuda.measure(scheme, *given) if rivals else {}
         for m, x in xs.items():
             us = time_us([lambda w=w: pq.matmul(x, w) for w in weights])  # noqa: B023
             size = weights[0].nbytes
@@ -176,10 +182,19 @@ def measure_products(
                 "of_read_percent": round(100 * size / us / 1e3 / read_gb_s, 1),
                 "kernel": pq.explain("matmul", x, weights[0]).kernel,
             }  # fmt: skip
-            if others.get(m):
-                row["rivals_us"] = others[m]
             rows.append(row)
     return rows
+
+
+def measure_rivals(n: int, k: int, made: dict[str, Any]) -> None:
+    """Other libraries' products, written beside ours of the same scheme and shape."""
+    xs = inputs(k)
+    for scheme in SCHEMES:
+        found = rivals_cuda.measure(scheme, n, k, xs, time_us, made["rivals_failed"])
+        for row in made["products"]:
+            others = found.get(row["m"])
+            if others and (row["scheme"], row["n"], row["k"]) == (scheme, n, k):
+                row["rivals_us"] = others
 
 
 def copies(scheme: str, n: int, k: int) -> list[pq.QTensor]:
@@ -193,11 +208,14 @@ def measure_pairs(
 ) -> list[dict[str, Any]]:
     """Both operands quantized, the activations beforehand; torch's own products beside them."""
     xs, rows = inputs(k), []
+    product = partial(pq.matmul, out_dtype="bfloat16")
     for left, right in PAIRS:
         weights = [q.mT for q in copies(right, n, k)]
-        for m, x in xs.items():
-            a = pq.quantize(x, left)
-            us = time_us([lambda w=w: pq.matmul(a, w, out_dtype="bfloat16") for w in weights])  # noqa: B023
+        entering = {m: pq.quantize(x, left) for m, x in xs.items()}
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda a: product(a, weights[0]), entering.values()))  # noqa: B023
+        for m, a in entering.items():
+            us = time_us([lambda w=w: product(a, w) for w in weights])  # noqa: B023
             row = {
                 "scheme": f"{left} x {right}", "n": n, "k": k, "m": m, "us": us,
                 "cublas_us": cublas[m], "speedup": round(cublas[m] / us, 2),
