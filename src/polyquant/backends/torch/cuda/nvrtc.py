@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -39,13 +41,24 @@ def load(
     Raises BackendMissing with the compiler's words where it fails.
     """
     cubin = compiled(sources, options, torch.cuda.get_device_capability(device), before)
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), _also_in_a_graph():
         _enter(device)
         module = answer_of(driver.cuModuleLoadData(cubin))
         handle = answer_of(driver.cuModuleGetFunction(module, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         answer_of(driver.cuFuncSetAttribute(handle, attribute, shared_bytes))
     return Function(int(handle), threads, shared_bytes, device)
+
+
+@contextmanager
+def _also_in_a_graph() -> Iterator[None]:
+    """Loading is allowed while this thread, or another one, puts launches into a CUDA graph."""
+    exchange = driver.cuThreadExchangeStreamCaptureMode
+    before = answer_of(exchange(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    try:
+        yield
+    finally:
+        answer_of(exchange(before))
 
 
 @lru_cache(maxsize=64)
