@@ -225,7 +225,8 @@ def plan(
     }
     before, sources = "", ["codes.cuh", "few.cuh", "mma_n.cu" if by_n else "mma.cu"]
     if tiles.wide:
-        more = (most // tiles.blocks - 1024 - shared) // (tiles.wk * _x_tile(tiles))
+        each = (most + 1024) // tiles.blocks - 1024  # of a block of threads, which takes 1024 more
+        more = (each - shared) // (tiles.wk * _x_tile(tiles))
         numbers["X_STAGES"] = max(_X_LEAST, min(8, _X_LEAST + more))
         shared += (numbers["X_STAGES"] - _X_LEAST) * tiles.wk * _x_tile(tiles)
         before, sources = _wgmma(8 * tiles.nt), ["codes.cuh", "wgmma.cu"]
@@ -290,11 +291,11 @@ def _shared_bytes(tiles: Tiles, bits: int, x_rows: int, numbers: tuple[int, int]
     line = tiles.chunk * bits // 8
     line += 16 if tiles.wide or bits == 4 or (bits < 8 and line // 16 % 2 == 0) else 32
     line += sum(-(-each // 16) * 16 for each in numbers)
+    if tiles.wide:  # barriers, and the fewest tiles of x: their number is chosen later
+        warps, least = tiles.wn * tiles.wk, tiles.wk * (_X_LEAST * _x_tile(tiles) + 128)
+        sums = 0 if tiles.by_warps else warps * (512 * tiles.nt + 8 * 256)
+        return max(warps * tiles.stages * rows * line + least, sums)
     sums = tiles.wk * 8 * tiles.nt * (rows * tiles.wn + 4) * 4
-    if tiles.wide:  # alignment, barriers, and the fewest tiles of x: their number is chosen later
-        least = tiles.wk * _X_LEAST * _x_tile(tiles)
-        turned = tiles.wn * 32 * 48 if tiles.by_warps else 0
-        return 1152 + turned + max(tiles.stages * tiles.wn * tiles.wk * rows * line + least, sums)
     stage = tiles.wn * rows * line + x_rows * (tiles.chunk * 2 + 64)
     return max(tiles.wk * tiles.stages * stage, sums)
 

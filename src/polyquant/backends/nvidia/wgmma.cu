@@ -49,20 +49,25 @@ __device__ __forceinline__ void copy_tile(u32 to, const u64* map, int k, int row
 
 // -- codes ----------------------------------------------------------------------------------------
 
-// The words of 32 codes of a row, all of them in each thread of a quad. (Loads of single bytes would
-// be as many instructions; and beside narrow registers ptxas 13.0 lets products wait.)
+// The words of 32 codes of a row: of 8 bits those with a thread's pairs, else all of them in each thread
+// of a quad. (Loads of single bytes would be as many instructions; and beside narrow registers ptxas 13.0
+// lets products wait.)
 constexpr bool IN_BYTES = 8 % BITS == 0;
 struct Group {
   u32 words[BITS];
 
-  __device__ __forceinline__ explicit Group(const u8* from) {
-    if constexpr (BITS % 4 == 0) {
+  __device__ __forceinline__ Group(const u8* from, u32 t) {
+    if constexpr (BITS == 8) {
+#pragma unroll
+      for (int q = 0; q < 4; q++) words[q] = *(const u32*)(from + 8 * q + t / 2 * 4);
+    } else if constexpr (BITS % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < BITS / 4; i++) *(uint4*)(words + 4 * i) = ((const uint4*)from)[i];
     } else if constexpr (BITS == 2) {
       *(uint2*)words = *(const uint2*)from;
-    } else if constexpr (BITS == 1) {
-      words[0] = *(const u32*)from;
+    } else if constexpr (BITS == 1 || BITS == 3) {
+#pragma unroll
+      for (int i = 0; i < BITS; i++) words[i] = ((const u32*)from)[i];
     }
   }
 };
@@ -71,18 +76,19 @@ struct Group {
 __device__ __forceinline__ u32 pair_of(const Group& group, const u8* from, u32 q, u32 t, u32 magic,
                                        u32 minus, float zero, const u32* lut) {
   if constexpr (BITS == 8) {
-    const u32 low = group.words[2 * q], high = group.words[2 * q + 1];
+    const u32 word = group.words[q];
+    t %= 2;
     u32 pair;
     if constexpr (KIND == E4M3) {
-      const u32 w = __byte_perm(low, high, 0x0010 + 0x22 * t);
+      const u32 w = __byte_perm(word, 0, 0x0010 + 0x22 * t);
       asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((u16)w));
       return from_f16(pair);
     } else if constexpr (KIND == E5M2) {
-      return from_f16(__byte_perm(low, high, 0x1000 + 0x2020 * t) & 0xFF00FF00u);
+      return from_f16(__byte_perm(word, 0, 0x1404 + 0x2020 * t));
     } else if constexpr (SIGNED_BYTES) {
-      return from_bytes(__byte_perm(low, high, 0x0100 + 0x0202 * t));
+      return from_bytes(__byte_perm(word, 0, 0x0100 + 0x0202 * t));
     } else {
-      const u32 u = __byte_perm(low, high, 0x0010 + 0x22 * t) ^ SIGN * 0x0101u;
+      const u32 u = __byte_perm(word, 0, 0x0010 + 0x22 * t) ^ SIGN * 0x0101u;
       return pack(__uint_as_float(__byte_perm(u, 0x4B000000u, 0x7440)) - zero,
                   __uint_as_float(__byte_perm(u, 0x4B000000u, 0x7441)) - zero);
     }
@@ -93,6 +99,12 @@ __device__ __forceinline__ u32 pair_of(const Group& group, const u8* from, u32 q
       return *(const u32*)((const u8*)lut + threadIdx.x % 32 * 4 + byte * (4 * LUT_COPIES));
     if constexpr (BITS < 4) byte >>= bit % 8;
     return from_fields(byte * (1 + (1 << (16 - BITS))), magic, minus);  // it, and again further up
+  } else if constexpr (BITS == 3) {
+    const u32 eight = q == 0   ? group.words[0]
+                      : q == 1 ? __byte_perm(group.words[0], group.words[1], 0x6543)
+                      : q == 2 ? __byte_perm(group.words[1], group.words[2], 0x5432)
+                               : group.words[2] >> 8;
+    return from_fields((eight >> 6 * t & 63) * (1 + (1 << 13)), magic, minus);
   } else {
     const u32 byte = BITS * q + 2 * BITS * t / 8, shift = 2 * BITS * t % 8;
     const u32* words = (const u32*)(from + (byte & ~3));
@@ -103,19 +115,28 @@ __device__ __forceinline__ u32 pair_of(const Group& group, const u8* from, u32 q
 
 // -- sums -----------------------------------------------------------------------------------------
 
-// With all of k in one block of threads a warp puts out its own 16 rows: four tiles of eight rows of x
-// at a time, turned round in shared memory, while what its block of threads multiplies next is copied.
-constexpr bool BY_WARPS = KC * WK == 1;
-constexpr int OUT_PITCH = 48, OUT_TILES = NT < 4 ? NT : 4;
-constexpr int TURNED = 8 * 4 * OUT_PITCH;
+// Slices of k that are added up. With one, a warp puts out its own 16 rows, while what its block of
+// threads multiplies next is copied; with more, each warp puts out a share of the tiles of eight rows of
+// x that it and those of the other slices have multiplied.
+constexpr int SLICES = WK * KC, SHARE = (NT + SLICES - 1) / SLICES;
+constexpr bool BY_WARPS = SLICES == 1;
+constexpr int SUMS = BY_WARPS ? 0 : WORKERS / 32 * NT * 512;
+// Tiles turned round together in shared memory: with one slice in the place of the chunk that was read last.
+constexpr int TURNED_TILE = 8 * 32;
+constexpr int fitting(int tiles) {
+  const bool fits = tiles <= SHARE && (!BY_WARPS || tiles * TURNED_TILE <= WARP_STAGE);
+  return fits || tiles == 2 ? tiles : fitting(tiles / 2);
+}
+constexpr int OUT_TILES = fitting(8), TURNED = OUT_TILES * TURNED_TILE;
 
+// SHARE tiles of a warp's rows, `first` to `first` + 15.
 __device__ __forceinline__ void put_rows(const Operands& p, u8* turned, const float (*acc)[4], int first,
                                          int first_m, int m_here, float undo, int lane) {
   const float whole = scale_of_all(p, undo);
   const float scales[2] = {scale_of_row(p, first + lane / 4), scale_of_row(p, first + lane / 4 + 8)};
   if constexpr (OUT == 0) {  // float32: eight neighbours at once as they are
 #pragma unroll
-    for (int j = 0; j < NT; j++)
+    for (int j = 0; j < SHARE; j++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int m = 8 * j + lane % 4 * 2 + i % 2, row = first + lane / 4 + i / 2 * 8;
@@ -125,36 +146,62 @@ __device__ __forceinline__ void put_rows(const Operands& p, u8* turned, const fl
     return;
   }
   const int n = first + lane % 2 * 8;
-  const u32 to = shared_address(turned) + lane % 8 * OUT_PITCH + lane / 8 % 2 * 16;
+  // Halves of 32 bytes change places in the lower four of eight rows, so that these go to all banks.
+  const u32 to = shared_address(turned) + lane / 16 * TURNED_TILE + lane % 8 * 32 + (lane / 8 + lane / 4) % 2 * 16;
+  const u8* from = turned + lane / 2 * 32 + (lane + lane / 8) % 2 * 16;
 #pragma unroll
-  for (int j0 = 0; j0 < NT; j0 += OUT_TILES) {
+  for (int j0 = 0; j0 < SHARE; j0 += OUT_TILES) {
     __syncwarp();
 #pragma unroll
-    for (int j = j0; j < j0 + OUT_TILES && j < NT; j += 2) {
+    for (int j = j0; j < j0 + OUT_TILES && j < SHARE; j += 2) {
       u32 words[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {  // of tile j rows g and g + 8, then those of the next tile
-        const float* pair = acc[j + i / 2 < NT ? j + i / 2 : j] + i % 2 * 2;
+        const float* pair = acc[j + i / 2 < SHARE ? j + i / 2 : j] + i % 2 * 2;
         const float s = IN_BLOCKS ? 1.0f : scales[i % 2];
         words[i] = pack_as<OUT == 1>(pair[0] * s * whole, pair[1] * s * whole);
       }
-      const int tile = j - j0 + lane / 16;
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                   ::"r"(to + (tile < OUT_TILES ? tile : j - j0) * 8 * OUT_PITCH), "r"(words[0]),
-                   "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+                   ::"r"(to + (j - j0) * TURNED_TILE), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                   "r"(words[3]) : "memory");
     }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < (OUT_TILES + 1) / 2; i++) {
-      const int row = i * 16 + lane / 2, m = j0 * 8 + row;
-      if (row >= 8 * OUT_TILES || m >= m_here || n >= p.n) continue;
-      const u16* from = (const u16*)(turned + row * OUT_PITCH + lane % 2 * 16);
+    for (int j = j0; j < j0 + OUT_TILES && j < SHARE; j += 2) {
+      const int m = 8 * j + lane / 2;
+      if (m >= 8 * SHARE || m >= m_here || n >= p.n) continue;
+      const u16* here = (const u16*)(from + (j - j0) * TURNED_TILE);
       u16* y = (u16*)p.y + (long long)(first_m + m) * p.n + n;
       if (p.n % 8 == 0) {
-        *(uint4*)y = *(const uint4*)from;
+        *(uint4*)y = *(const uint4*)here;
       } else {
-        for (int e = 0; e < 8 && n + e < p.n; e++) y[e] = from[e];
+        for (int e = 0; e < 8 && n + e < p.n; e++) y[e] = here[e];
       }
+    }
+  }
+}
+
+// A warp's share of the sums of all slices, in order. They go through shared memory as they lie in
+// registers.
+__device__ __forceinline__ void add_slices(float4* sums, const float (*acc)[4], float (*all)[4], int warp,
+                                           int first, int lane) {
+#pragma unroll
+  for (int j = 0; j < NT; j++)
+    sums[(warp * NT + j) * 32 + lane] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
+  if constexpr (KC > 1) {
+    cluster_sync();
+  } else {
+    sync_workers();
+  }
+#pragma unroll
+  for (int i = 0; i < SHARE; i++) {
+    const int j = min(first + i, NT - 1);
+#pragma unroll
+    for (int e = 0; e < 4; e++) all[i][e] = 0.0f;
+#pragma unroll
+    for (int s = 0; s < SLICES; s++) {
+      const float4 f = peer((const float*)(sums + ((s % WK * WN + warp % WN) * NT + j) * 32 + lane), s / WK);
+      all[i][0] += f.x, all[i][1] += f.y, all[i][2] += f.z, all[i][3] += f.w;
     }
   }
 }
@@ -176,6 +223,8 @@ static_assert(RT == 1 && GROUPS / UNIT % 2 == 0, "units take turns");
 constexpr int UNIT_TILES = UNIT < 2 ? 1 : UNIT / 2;
 static_assert(X_STAGES >= 2 * UNIT_TILES, "a unit's tiles and those of the one before");
 constexpr int X_BYTES = WK * X_STAGES * X_TILE;
+constexpr int STAGES_END = X_BYTES + LUT_BYTES + WORKERS / 32 * STAGES * WARP_STAGE;
+static_assert(!BY_WARPS || TURNED <= WARP_STAGE, "turned round in a stage");
 
 struct alignas(64) Tiled {
   u64 x[16];  // how tiles of it are copied: a CUtensorMap
@@ -183,11 +232,22 @@ struct alignas(64) Tiled {
   int across, all;  // blocks of WN warps' rows of the weight; those times tiles of rows of x, times products
 };
 
+// Which tile of the weight, and of x, one of all is. Those multiplied at the same time are of STRIP tiles
+// of the weight, and some of x, which the L2 cache holds.
+constexpr int STRIP = 32;
+struct Place {
+  int across, y;
+  __device__ __forceinline__ Place(const Tiled& tiled, int tile) {
+    const int down = tiled.all / tiled.across, strip = tile / (STRIP * down);
+    const int wide = min(STRIP, tiled.across - strip * STRIP), in_strip = tile - strip * STRIP * down;
+    y = in_strip / wide;
+    across = strip * STRIP + in_strip % wide;
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __grid_constant__ Tiled tiled) {
   const Operands& p = tiled.operands;
-  extern __shared__ u8 unaligned[];
-  __shared__ u64 barriers[2 * WK * X_STAGES];
-  u8* shared = unaligned + (-(int)shared_address(unaligned) & 1023);
+  extern __shared__ __align__(1024) u8 shared[];  // as the swizzle of tiles of x wants it
   u32* lut = (u32*)(shared + X_BYTES);
   // The same number for all of a warp, as the compiler sees then: addresses of tiles and barriers go to
   // uniform registers, and nothing lies between products.
@@ -196,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
   const bool copies = warp >= WN * WK;
   const int slice = copies ? warp - WN * WK : warp / WN, apart = WK * KC;
   const u32 x_at = shared_address(shared) + slice * (X_STAGES * X_TILE);
-  const u32 full = shared_address(barriers) + slice * (16 * X_STAGES), empty = full + 8 * X_STAGES;
+  const u32 full = shared_address(shared) + STAGES_END + slice * (16 * X_STAGES), empty = full + 8 * X_STAGES;
   const int first_chunk = blockIdx.z * WK + slice, count = (p.chunks - first_chunk + apart - 1) / apart;
   const int first_tile = blockIdx.y * gridDim.x + blockIdx.x, step = gridDim.x * gridDim.y;
   float undo = 1.0f, acc[NT][4];
@@ -218,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
       int stage = 0;
       u32 parity = 1;  // of a stage that was never filled the phase before has passed
       for (int tile = first_tile; tile < tiled.all; tile += step) {
-        const int y = tile / tiled.across, batch = BATCHED ? y / p.m_tiles : 0;
+        const int y = Place(tiled, tile).y, batch = BATCHED ? y / p.m_tiles : 0;
         for (int i = 0; i < count * TILES; i++) {
           await(empty + 8 * stage, parity);
           expect(full + 8 * stage, X_TILE);
@@ -233,9 +293,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY));
   const u32 magic = both(MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
   u8* stages = shared + X_BYTES + LUT_BYTES + warp * STAGES * WARP_STAGE;
-  auto first_of = [&](int tile) { return (tile % tiled.across * WN + warp % WN) * ROWS; };
+  auto first_of = [&](const Place& place) { return (place.across * WN + warp % WN) * ROWS; };
   auto weight_of = [&](int tile) {
-    return Weight(of_batch(p, tile / tiled.across), first_of(tile), lane);
+    const Place place(tiled, tile);
+    return Weight(of_batch(p, place.y), first_of(place), lane);
   };
   // What is copied next: chunks of a tile, then those of the block's next tile.
   Weight weight = weight_of(first_tile);
@@ -287,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
         for (int e = 0; e < UNIT; e++) {
           const int c = u * UNIT + e;
           const u8* codes[2] = {mine + g * CODE_PITCH + c * 4 * BITS, mine + (g + 8) * CODE_PITCH + c * 4 * BITS};
-          const Group groups[2] = {Group(codes[0]), Group(codes[1])};
+          const Group groups[2] = {Group(codes[0], t), Group(codes[1], t)};
 #pragma unroll
           for (int i = 0; i < 8; i++) {  // of 16 values (i / 4) rows g and g + 8, then 8 further on
             const int q = i / 4 * 2 + i % 4 / 2, half = i % 2;
@@ -310,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
         u64 x_tile[UNIT_TILES];
 #pragma unroll
         for (int j = 0; j < UNIT_TILES; j++) {
-          const bool wraps = x_stage + j >= X_STAGES;
+          const bool wraps = j > 0 && x_stage + j >= X_STAGES;
           const int stage = x_stage + j - (wraps ? X_STAGES : 0);
           if (first_c % 2 == 0) await(full + 8 * stage, parity ^ wraps);
           x_tile[j] = x_tiles + (stage * X_TILE >> 4);
@@ -337,16 +398,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
     for (int j = 0; j < NT; j++)
 #pragma unroll
       for (int i = 0; i < 4; i++) asm volatile("" : "+f"(acc[j][i])::"memory");
-    const int y = tile / tiled.across, first_m = first_row(p, y), m_here = min(p.m - first_m, COLUMNS);
+    const Place place(tiled, tile);
+    const int y = place.y, first_m = first_row(p, y), m_here = min(p.m - first_m, COLUMNS);
     if constexpr (BY_WARPS) {
-      u8* turned = shared + X_BYTES + LUT_BYTES + WN * STAGES * WARP_STAGE + warp * TURNED;
-      put_rows(of_batch(p, y), turned, acc, first_of(tile), first_m, m_here, undo, lane);
+      u8* turned = stages + into * WARP_STAGE;  // where nothing is copied to before the next chunk
+      put_rows(of_batch(p, y), turned, acc, first_of(place), first_m, m_here, undo, lane);
     } else {  // the block has no other
       asm volatile("cp.async.wait_group 0;" ::: "memory");
       sync_workers();
-      float* sums = (float*)shared;
-      put_sums(sums, acc, slice, warp % WN * ROWS, m_here, lane);
-      finish(of_batch(p, y), sums, first_m, m_here, undo);
+      u8* turned = shared + SUMS + warp * TURNED;
+      float all[SHARE][4];
+      const int first = first_chunk * SHARE;
+      add_slices((float4*)shared, acc, all, warp, first, lane);
+      if constexpr (KC > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+      put_rows(of_batch(p, y), turned, all, first_of(place), first_m + 8 * first, m_here - 8 * first, undo, lane);
+      if constexpr (KC > 1)  // none leaves while another reads its sums
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
       break;
     }
   }
