@@ -91,6 +91,20 @@ def test_which_kernel_multiplies_few_quantized_rows(values: tuple[str, str], ker
     assert _chosen(values, 64) == kernel
 
 
+@pytest.mark.parametrize(
+    ("values", "kernel"),
+    [
+        (("e4m3/1x128:f32", "fp8-128x128"), "torch.nvrtc.fp8"),
+        (("fp8-row", "fp8-row"), "torch.nvrtc.pairs"),
+        (("q8s-row", "q4s-row"), "torch.nvrtc.pairs"),
+    ],
+)
+def test_which_kernel_multiplies_sixteen_quantized_rows(
+    values: tuple[str, str], kernel: str
+) -> None:
+    assert _chosen(values, 16) == kernel
+
+
 PAIRS = (
     ("q8s-row", "q4s-row"), ("q8s-32", "q4s-32"), ("q8s/64:f32", "q4s/32:f16"),
     ("q8s-row", "q2s/64:f16"), ("fp8-row", "fp8-row"), ("mxfp8", "mxfp4"), ("fp8-row", "mxfp4"),
@@ -166,21 +180,45 @@ def test_products_of_many_quantized_rows(pair: tuple[str, str]) -> None:
                 assert torch.equal(y, wide.matmul(rows, weight, dtype)), (n, k, m, dtype)
 
 
+@pytest.mark.parametrize("pair", MANY, ids=" x ".join)
+def test_plans_of_many_rows_fit_a_multiprocessor(pair: tuple[str, str]) -> None:
+    from polyquant.backends.nvidia import Gpu
+    from polyquant.backends.nvidia.wide import plan
+
+    gpu = Gpu("NVIDIA H200", (9, 0), 232448, 132)
+    schemes = as_scheme(pair[0]), as_scheme(pair[1])
+    for m in (1, 17, 64, 65, 128, 129, 256, 512, 4096):
+        for n, k in ((1, 32), (70, 256), (257, 4112), (1024, 1024), (4096, 4096), (8192, 8192)):
+            made = plan(schemes, (m, k, n), "bfloat16", gpu, None)
+            options = dict(each.split("=") for each in made.code.options)
+            stages = int(options["STAGES"])
+            is_exact = [options[x] for x in ("INTEGER", "LEFT_BLOCK", "RIGHT_BLOCK")] == [
+                "1",
+                "0",
+                "0",
+            ]
+            assert options["PARTS"] == "1" or not is_exact
+            assert stages >= 2 and made.shared_bytes + 16 * stages <= gpu.shared_bytes
+            assert made.threads <= 1024 and max(made.boxes) <= 256 and made.grid[2] <= 8
+
+
 @needs_gpu
 def test_each_way_to_cut_a_product_of_many_rows() -> None:
     from polyquant.backends.torch.cuda import wide
 
     torch.manual_seed(19)
-    # lw, rw, nt, kc, mc, stages, blocks
+    # lw, rw, nt, kc, mc, stages, blocks, parts
     cuts = [(2, 1, 16, 1, 2, 4), (1, 2, 8, 2, 1, 3), (1, 1, 8, 4, 1, 6, 2), (3, 1, 2, 1, 1, 2)]
+    in_parts = [(2, 1, 8, 2, 1, 3, 1, 4), (1, 1, 8, 1, 1, 4, 1, 2)]
     for pair in (MANY[0], MANY[3], MANY[10], MANY[12], MANY[14]):
         a, b = _operand(pair[0], (200, 1040)), _operand(pair[1], (300, 1040))
         rows, weight = a.to(DEVICE), b.to(DEVICE).mT
-        for each in cuts:
+        is_exact = not a.scheme.value.is_float
+        for each in cuts if is_exact else cuts + in_parts:
             for _ in range(2):  # the second begins before what precedes it has ended
                 y = torch.full((200, 300), float("nan"), device="cuda")
                 wide.multiply(rows, weight, y, wide.Cut(*each))
-                entering = "float16" if a.scheme.value.is_float else None
+                entering = None if is_exact else "float16"
                 assert not _error(y, a, b, "float32", entering), (pair, each)
 
 

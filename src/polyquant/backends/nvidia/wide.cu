@@ -13,11 +13,11 @@
 
 #define IS_E2M1 (KIND == 5)
 #define EXACT (INTEGER && LEFT_BLOCK == 0 && RIGHT_BLOCK == 0)
-constexpr bool IN_REGISTERS = BITS != 8;
-constexpr int BM = 64 * LW, BN = 8 * NT * RW, STEP = 128;
+#define IN_REGISTERS (BITS != 8 || PARTS > 1)
+constexpr int BM = 64 * LW, BN = 8 * NT * PARTS * RW, STEP = 128;
 constexpr int LEFT_LINE = STEP * BITS / 8, LEFT_TILE = BM * LEFT_LINE, RIGHT_TILE = BN * STEP;
 constexpr int STAGE = LEFT_TILE + RIGHT_TILE, WARPS = 4 * LW * RW, CLUSTER = KC * MC;
-constexpr int TURNED = IN_REGISTERS;  // lines of y lie along the rows of the tile
+constexpr int TURNED = BITS != 8;  // lines of y lie along the rows of the tile
 constexpr int OUT_PITCH = TURNED ? 48 : 80, OUT_BYTES = (TURNED ? 32 : 16) * OUT_PITCH;
 
 #if INTEGER
@@ -88,13 +88,11 @@ __device__ __forceinline__ void sync_multipliers() { asm volatile("bar.sync 1, %
 
 // -- scales ---------------------------------------------------------------------------------------
 
-// Of blocks of 32 values the last step may have fewer than four.
+// What is read a step ahead, or for 32 values of which the last step has fewer, may not pass the line's end.
 template <int TYPE, int EXTENT>
-__device__ __forceinline__ float scale_at(const u8* line, int k, long long stride) {
+__device__ __forceinline__ float scale_at(const u8* line, int k, int last) {
   if constexpr (EXTENT == 0) return 1.0f;
-  int block = k / (EXTENT ? EXTENT : 1);
-  if constexpr (EXTENT < STEP) block = min(block, (int)stride / size_of(TYPE) - 1);
-  return number<TYPE>(line + block * size_of(TYPE));
+  return number<TYPE>(line + min(k / (EXTENT ? EXTENT : 1), last) * size_of(TYPE));
 }
 
 // An exact int32 of up to 22 bits as a float32, quicker than the conversion.
@@ -120,8 +118,10 @@ __device__ __forceinline__ u32 bytes_of(u32 low, u32 high, u32 which) {
 // Eight codes, the lowest first, to two words of int8 (16 times the number) or e4m3; of e2m1 under
 // tables of entries.
 __device__ __forceinline__ void widen(u32 v, u32 t0, u32 t1, u32* low, u32* high) {
-  const u32 up = v * 16;  // each code in the upper half of a byte, of `up` or of `v`
-  const u32 z[2] = {__byte_perm(up, v, 0x5140), __byte_perm(up, v, 0x7362)};
+  // Each code in the upper half of a byte; those that become e4m3 by their number, in the lower one.
+  constexpr bool IS_LOW = !INTEGER && !IS_E2M1;
+  const u32 even = IS_LOW ? v : v * 16, odd = IS_LOW ? v >> 4 : v;
+  const u32 z[2] = {__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362)};
   u32* to[2] = {low, high};
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -131,8 +131,8 @@ __device__ __forceinline__ void widen(u32 v, u32 t0, u32 t1, u32* low, u32* high
     *to[i] = bytes_of(t0, t1, (v & 0x77777777u) >> 16 * i) | (z[i] & 0x80808080u);
 #else
     // e4m3 of 0 to 15 is that many 2^-9. Below zero: 16 less the code, which is its complement and one.
-    const u32 code = z[i] >> 4, sign = z[i] >> 7 & 0x01010101u;
-    *to[i] = ((code & 0x0F0F0F0Fu) ^ sign * 15) + sign * 0x81;
+    const u32 sign = z[i] >> 3 & 0x01010101u;
+    *to[i] = ((z[i] & 0x0F0F0F0Fu) ^ sign * 15) + sign * 0x81;
 #endif
   }
 }
@@ -143,17 +143,26 @@ struct Folded {
   u32 apart[2], tops[2];  // below the largest, a byte for each 32 values; the largest
   bool all;               // whether they enter the codes
 
-  __device__ __forceinline__ void load(const u8* const* lines, int k, int blocks, int group) {
+  // Four bytes of each row.
+  static __device__ __forceinline__ void fetch(u32* words, const u8* const* lines, int k, int last) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if constexpr (WORDS) {
+        words[h] = *(const u32*)(lines[h] + min(k / 32, last - 3));
+      } else {
+        u32 word = 0;
+#pragma unroll
+        for (int s = 0; s < 4; s++) word |= (u32)lines[h][min((k + 32 * s) / (LEFT_BLOCK ? LEFT_BLOCK : 1), last)] << 8 * s;
+        words[h] = word;
+      }
+    }
+  }
+  __device__ __forceinline__ void set(const u32* words, int group) {
     u32 wide = 0;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      u32 e[4], word = 0;
-#pragma unroll
-      for (int s = 0; s < 4; s++) {
-        e[s] = lines[h][min((k + 32 * s) / (LEFT_BLOCK ? LEFT_BLOCK : 1), blocks - 1)];
-        word |= e[s] << 8 * s;
-      }
-      tops[h] = max(max(e[0], e[1]), max(e[2], e[3]));
+      const u32 word = words[h];
+      tops[h] = max(max(word & 255, word >> 8 & 255), max(word >> 16 & 255, word >> 24));
       apart[h] = tops[h] * 0x01010101u - word;
       wide |= (apart[h] & 0x7F7F7F7Fu) + (127 - MOST_DOWN) * 0x01010101u | apart[h];
     }
@@ -301,7 +310,10 @@ constexpr int EVEN = 65536 / (THREADS * BLOCKS) / 8 * 8, AT_FIRST = EVEN > 248 ?
 constexpr int LEFT_OVER = (AT_FIRST * THREADS - FEW * 128) / (32 * WARPS) / 8 * 8, MANY = LEFT_OVER > 240 ? 240 : LEFT_OVER;
 constexpr int RUN = BITS == 8 ? 8 : 4;
 // Sums of one step are added up in float32 while the next one is multiplied, where there are registers.
-#define DOUBLE (CLOSED == 128 && !FOLDS && (BITS == 8 || NT <= 8))
+// Scales of the right operand are of as many columns at least.
+constexpr int RIGHTS = RIGHT_BLOCK && PARTS > 1 ? PARTS * NT / 16 : 1;
+#define DOUBLE (CLOSED == 128 && !FOLDS && PARTS == 1 && (BITS == 8 || NT <= 8))
+static_assert(PARTS == 1 || !(DOUBLE || EXACT), "sums of both halves are closed in turn");
 #if FOLDS
 #define FOLDED_STEP(half) folded[half].all
 #else
@@ -346,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
   extern __shared__ u8 unaligned[];
   __shared__ u64 barriers[2 * STAGES];
   u8* shared = unaligned + (-(int)shared_address(unaligned) & 1023);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = CLUSTER > 1 ? blockIdx.z : 0;
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rank = CLUSTER > 1 ? blockIdx.z : 0;
   const u32 full = shared_address(barriers), empty = full + 8 * STAGES, stages = shared_address(shared);
   const int per = (p.steps + KC - 1) / KC, first_step = rank % KC * per, count = max(0, min(per, p.steps - first_step));
   const int groups = p.tiles_m / MC, all = groups * p.tiles_n;
@@ -383,12 +395,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
         }
       };
       int ahead = 0;
-      if (p.early && (IN_REGISTERS || MC == 1)) {
+      if (p.early && (TURNED || MC == 1)) {
         int first_m, first_n;
         place_of(blockIdx.x, &first_m, &first_n);
         for (; ahead < min(count, STAGES); ahead++) {
           expect(full + 8 * ahead, STAGE);
-          if (IN_REGISTERS) copy_left(ahead, first_m, stages + ahead * STAGE, full + 8 * ahead);
+          if (TURNED) copy_left(ahead, first_m, stages + ahead * STAGE, full + 8 * ahead);
           else copy_right(ahead, first_n, stages + ahead * STAGE, full + 8 * ahead);
         }
       }
@@ -407,8 +419,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
             await(empty + 8 * stage, parity);
             expect(barrier, STAGE);
           }
-          if (!begun || !IN_REGISTERS) copy_left(i, first_m, to, barrier);
-          if (!begun || IN_REGISTERS) copy_right(i, first_n, to, barrier);
+          if (!begun || !TURNED) copy_left(i, first_m, to, barrier);
+          if (!begun || TURNED) copy_right(i, first_n, to, barrier);
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
       }
@@ -416,51 +428,77 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY));
     const int group = warp / 4, g = lane / 4, t = lane % 4;
-    const int my_m = group / RW * 64 + warp % 4 * 16, my_n = group % RW * (8 * NT);  // in the tile
+    const int my_m = group / RW * 64 + warp % 4 * 16, my_n = group % RW * (8 * NT * PARTS);  // in the tile
     int stage = 0;
     u32 parity = 0;
-    Total acc[NT][4];
+    Total acc[PARTS][NT][4];
     int none;
     asm volatile("mov.b32 %0, 0;" : "=r"(none));
 #if !EXACT
-    Sum part[DOUBLE ? 2 : 1][NT][4];
+    Sum part[2][NT][4];  // of which some kernels use one
     clear(part[0]);
-    clear(part[DOUBLE]);
+    clear(part[1]);
 #endif
     follow();
     for (int tile = blockIdx.x; tile < all; tile += gridDim.x) {
       int first_m, first_n;
       place_of(tile, &first_m, &first_n);
-      clear(acc);
-      const u8* right_line = p.right_scales + min(first_n + my_n, p.n - 1) / p.right_height * p.right_stride;
+#pragma unroll
+      for (int n = 0; n < PARTS; n++) clear(acc[n]);
+      const u8* right_lines[RIGHTS];
+#pragma unroll
+      for (int r = 0; r < RIGHTS; r++)
+        right_lines[r] = p.right_scales + min(first_n + my_n + 128 * r, p.n - 1) / p.right_height * p.right_stride;
       const u8* lines[2];
 #pragma unroll
       for (int h = 0; h < 2; h++)
         lines[h] = p.left_scales + min(first_m + my_m + 8 * h + g, p.m - 1) / p.left_height * p.left_stride;
+      const int left_last = (int)p.left_stride / size_of(LEFT_SCALE) - 1, right_last = (int)p.right_stride / size_of(RIGHT_SCALE) - 1;
       auto free_stage = [&](int which) {
         if (lane < MC) arrive(empty + 8 * which, rank % KC + KC * lane);
       };
+#if IN_REGISTERS
 #if BITS == 4
+      // Where its codes begin in a tile, and which of two words' they are.
+      const u32 mine = (my_m + g) * 64 + (my_m + g) / 2 % 4 * 16 + t / 2 * 4, which = t % 2 ? 0x7632 : 0x5410;
+#else
+      // Rows of four matrices of 8 rows of 16 bytes, as ldmatrix wants them: a lane's row, its first 16 bytes.
+      const u32 mine = (my_m + lane % 16) * 128 + (lane % 8 ^ lane / 16) * 16;
+#endif
+      u32 powers_ahead[2];
+      if constexpr (FOLDS) Folded::fetch(powers_ahead, lines, first_step * STEP, left_last);
       u32 a[2][4][4];  // of two steps: one is multiplied while the next is decoded
       Folded folded[2];
       auto decode_step = [&](int i, int from, u32 (*a)[4], Folded* powers) {
-        if constexpr (FOLDS) powers->load(lines, (first_step + i) * STEP, (int)p.left_stride, group);
-        const u32 row = my_m + g;  // lines of 64 bytes, with the 64-byte swizzle
+        if constexpr (FOLDS) {
+          powers->set(powers_ahead, group);
+          Folded::fetch(powers_ahead, lines, (first_step + i + 1) * STEP, left_last);
+        }
+#if BITS == 8
+#pragma unroll
+        for (int s = 0; s < 4; s++)
+          asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(a[s][0]), "=r"(a[s][1]), "=r"(a[s][2]), "=r"(a[s][3])
+                       : "r"(stages + from * STAGE + (mine ^ 32 * s)) : "memory");
+#else
+        // Lines of 64 bytes, with the 64-byte swizzle.
+        const u32 tile = stages + from * STAGE;
 #pragma unroll
         for (int s = 0; s < 4; s++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            const u32 line = stages + from * STAGE + (row + 8 * h) * 64, piece = (s ^ (row / 2 & 3)) * 16 + t / 2 * 4;
+            const u32 at = tile + (mine ^ 16 * s) + 512 * h;
             u32 w0, w1, t0, t1;
-            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w0) : "r"(line + piece) : "memory");
-            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w1) : "r"(line + piece + 8) : "memory");
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w0) : "r"(at) : "memory");
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w1) : "r"(at + 8) : "memory");
             powers->tables(h, s, &t0, &t1);
-            widen(__byte_perm(w0, w1, t % 2 ? 0x7632 : 0x5410), t0, t1, &a[s][h], &a[s][2 + h]);
+            widen(__byte_perm(w0, w1, which), t0, t1, &a[s][h], &a[s][2 + h]);
           }
+#endif
 #pragma unroll
         for (int s = 0; s < 16; s++) asm volatile("" : "+r"(a[s / 4][s % 4]));  // made here
       };
-      if (count > 0) {
+      if (count > 0 && PARTS == 1) {
         await(full + 8 * stage, parity);
         decode_step(0, stage, a[0], &folded[0]);
       }
@@ -469,22 +507,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
 #define LEFT_OF(half, s) left_at + 2 * (s)
 #endif
       int k = first_step * STEP, done = 0;  // what is multiplied next; steps before it
-      float scales[2][2];                   // of the sums that are open
+      float scales[2][RIGHTS][2];           // of the sums that are open
+      float right_ahead[RIGHTS], left_ahead[2];  // the next ones
+      auto fetch_scales = [&](int k) {
+#pragma unroll
+        for (int r = 0; r < RIGHTS; r++) right_ahead[r] = scale_at<RIGHT_SCALE, RIGHT_BLOCK>(right_lines[r], k, right_last);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+          if constexpr (LEFT_BLOCK >= STEP) left_ahead[h] = scale_at<LEFT_SCALE, LEFT_BLOCK>(lines[h], k, left_last);
+      };
+      fetch_scales(k);
       // A step's scales, and its stage: half of two in turn.
       auto begin = [&](auto half) {
 #if !EXACT
-        const float right = scale_at<RIGHT_SCALE, RIGHT_BLOCK>(right_line, k, p.right_stride);
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          scales[half()][h] = right;
-          if constexpr (LEFT_BLOCK >= STEP) scales[half()][h] *= scale_at<LEFT_SCALE, LEFT_BLOCK>(lines[h], k, p.left_stride);
-        }
+        for (int i = 0; i < 2 * RIGHTS; i++)
+          scales[half()][i / 2][i % 2] = LEFT_BLOCK >= STEP ? right_ahead[i / 2] * left_ahead[i % 2] : right_ahead[i / 2];
+        fetch_scales(k + STEP);
 #endif
-        if (BITS == 8) await(full + 8 * stage, parity);
+        if (!IN_REGISTERS) await(full + 8 * stage, parity);
       };
-      auto multiply = [&](Sum (*sums)[4], auto half, int first, auto size, bool adds) {
+      auto multiply = [&](Sum (*sums)[4], auto half, int columns, int first, auto size, bool adds) {
         const u64 left_at = matrix_at(stages + stage * STAGE + group / RW * (64 * STEP));
-        const u64 right_at = matrix_at(stages + stage * STAGE + LEFT_TILE + my_n * STEP);
+        const u64 right_at = matrix_at(stages + stage * STAGE + LEFT_TILE + (my_n + 8 * NT * columns) * STEP);
         wgmma_fence();
 #pragma unroll
         for (int s = 0; s < size(); s++)
@@ -492,7 +537,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
         wgmma_commit();
       };
       auto decode_next = [&](auto half) {
-#if BITS == 4
+#if IN_REGISTERS
         if (done + 1 < count) {
           const int next = stage + 1 == STAGES ? 0 : stage + 1;
           await(full + 8 * next, next ? parity : parity ^ 1);
@@ -510,14 +555,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
 #if EXACT || DOUBLE
       // One step is multiplied while what came of the one before is added up: in two sets of sums.
 #if EXACT
-#define PART(half) acc
+#define PART(half) acc[0]
 #else
 #define PART(half) part[half]
 #endif
 #if EXACT
       auto step = [&](auto half) {
         begin(half);
-        multiply(acc, half, 0, Number<4>(), true);
+        multiply(acc[0], half, 0, 0, Number<4>(), true);
         wgmma_wait<1>();  // the step before
         if (done) free_before();
         decode_next(half);
@@ -529,7 +574,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
       }
       wgmma_wait<0>();
       if (count) free_before();
-      touch(acc);
+      touch(acc[0]);
 #else
       // Runs of steps: one is multiplied while the sums of the one before are closed.
       auto run = [&](auto length) {
@@ -537,13 +582,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
         for (int j = 0; j < length(); j++) {
           auto step = [&](auto half, auto other) {
             begin(half);
-            multiply(part[half()], half, 0, Number<4>(), false);
+            multiply(part[half()], half, 0, 0, Number<4>(), false);
             if (j) {
               wgmma_wait<1>();
               free_before();
             }
             decode_next(half);
-            if (j) close(acc, part[other()], scales[other()]);
+            if (j) close(acc[0], part[other()], scales[other()][0]);
             end();
           };
           if (j % 2) step(odd, even);
@@ -552,7 +597,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
         wgmma_wait<0>();
         free_before();
         constexpr int LAST = (length() - 1) % 2;
-        close(acc, part[LAST], scales[LAST]);
+        close(acc[0], part[LAST], scales[LAST][0]);
       };
       while (done + RUN <= count) run(Number<RUN>());
       while (done + 2 <= count) run(Number<2>());
@@ -560,41 +605,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
 #endif
 #else
       auto step = [&](auto half) {
+#if PARTS > 1
+        await(full + 8 * stage, parity);
+        decode_step(done, stage, a[half()], &folded[half()]);
+#endif
         begin(half);
         if (FOLDED_STEP(half())) {
 #if FOLDS
-          for (int h = 0; h < 2; h++) scales[0][h] = folded[half()].top(h) * scales[half()][h];
+          for (int h = 0; h < 2; h++) scales[0][0][h] = folded[half()].top(h) * scales[half()][0][h];
 #endif
-          multiply(part[0], half, 0, Number<4>(), false);
-          decode_next(half);
+          const float (*now)[2] = scales[FOLDS ? 0 : half()];
+#pragma unroll
+          for (int n = 0; n < PARTS; n++) {  // one is multiplied while the one before is closed
+            multiply(part[n % 2], half, n, 0, Number<4>(), false);
+            if (n == 0) {
+              if (PARTS == 1) decode_next(half);
+              continue;
+            }
+            wgmma_wait<1>();
+            close(acc[n - 1], part[(n - 1) % 2], now[(n - 1) * RIGHTS / PARTS]);
+          }
           wgmma_wait<0>();
           free_stage(stage);
-          close(acc, part[0], scales[FOLDS ? 0 : half()]);
+          close(acc[PARTS - 1], part[(PARTS - 1) % 2], now[RIGHTS - 1]);
         } else {
 #pragma unroll
           for (int first = 0; first < 4; first += CLOSED / 32) {
-            float both[2] = {scales[half()][0], scales[half()][1]};
+            float both[2] = {scales[half()][0][0], scales[half()][0][1]};
             if constexpr (LEFT_BLOCK && LEFT_BLOCK < STEP)
-              for (int h = 0; h < 2; h++) both[h] *= scale_at<LEFT_SCALE, LEFT_BLOCK>(lines[h], k + 32 * first, p.left_stride);
-            multiply(part[0], half, first, Number<CLOSED / 32>(), false);
-            if (first == 0) decode_next(half);
-            wgmma_wait<0>();
-            if (first + CLOSED / 32 == 4) free_stage(stage);
-            close(acc, part[0], both);
+              for (int h = 0; h < 2; h++) both[h] *= scale_at<LEFT_SCALE, LEFT_BLOCK>(lines[h], k + 32 * first, left_last);
+#pragma unroll
+            for (int n = 0; n < PARTS; n++) {
+              multiply(part[0], half, n, first, Number<CLOSED / 32>(), false);
+              if (first == 0 && PARTS == 1) decode_next(half);
+              wgmma_wait<0>();
+              if (first + CLOSED / 32 == 4 && n == PARTS - 1) free_stage(stage);
+              close(acc[n], part[0], both);
+            }
           }
         }
         end();
       };
       while (done < count) {
         step(even);
-        if (done < count) step(odd);
+        if (PARTS == 1 && done < count) step(odd);
       }
 #endif
       if constexpr (KC == 1) {
-        put_rows(p, shared + STAGES * STAGE + warp * OUT_BYTES, acc, first_m + my_m, first_n + my_n, lane);
+#pragma unroll
+        for (int n = 0; n < PARTS; n++)
+          put_rows(p, shared + STAGES * STAGE + warp * OUT_BYTES, acc[n], first_m + my_m, first_n + my_n + 8 * NT * n, lane);
       } else {  // the block has no other tile
         sync_multipliers();
-        put_sums((float*)shared, acc, my_m, my_n, lane);
+#pragma unroll
+        for (int n = 0; n < PARTS; n++) put_sums((float*)shared, acc[n], my_m, my_n + 8 * NT * n, lane);
       }
     }
   }

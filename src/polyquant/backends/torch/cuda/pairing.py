@@ -22,8 +22,10 @@ _LEAST_BLOCK = 128
 #: Rows up to which other kernels are quicker than cuBLAS: of codes under one scale, and else.
 _FEW_WHOLE, _FEW_FP8 = 64, 128
 #: Rows above which other kernels are quicker than pairs.cu: wide.cu, or blockwise.py for codes of
-#: 8 bits, which need no widening; wide.cu for integers of 4 bits; blockwise.py or cuBLAS; none.
-_MOST_BYTES, _MOST_NARROW, _MOST_PAIRED, _MOST_ALONE = 16, 32, 128, 1 << 20
+#: 8 bits, which need no widening; blockwise.py or cuBLAS; none. wide.cu is sooner for e4m3 in
+#: blocks, later for integers in short ones.
+_MOST_BYTES, _MOST_PAIRED, _MOST_ALONE = 16, 128, 1 << 20
+_MOST_CLOSED, _MOST_SHORT = 8, 32
 
 
 def by_powers(scheme: QuantScheme) -> bool:
@@ -167,7 +169,9 @@ def why_not_pairs(problem: Problem, *, has_wgmma: bool = True) -> str | None:
     most = _MOST_BYTES if widened and right.bits == 8 else most
     is_int = not left.value.is_float
     if has_wgmma and why_not_wide(problem, is_int=is_int) is None:
-        most = _MOST_NARROW if is_int and right.bits < 8 else _MOST_BYTES
+        in_blocks = any(_block_of(scheme)[1] != -1 for scheme in (left, right))
+        few = _MOST_CLOSED if in_blocks and right.value.is_float and right.bits == 8 else _MOST_BYTES
+        most = few if is_long or not is_int else _MOST_SHORT
     if problem.m > most:
         return f"it is for up to {most} rows by codes of {right.bits} bits in such blocks"
     return why_not_codes(right, problem.step)

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 
 from polyquant.backends.nvidia.planning import TABLE_BYTES, step_of
-from polyquant.backends.nvidia.schemes import LOOKUP, SIZES, block_of, kind_of, type_number
+from polyquant.backends.nvidia.schemes import LOOKUP, SIZES, kind_of
 from polyquant.backends.nvidia.tiles import less
+from polyquant.backends.nvidia.wide import Side, side_of
 from polyquant.backends.torch.cuda import nvrtc
 from polyquant.backends.torch.cuda.mma import OUT, keep, launches_of
-from polyquant.codec import line_size_bytes
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 
@@ -133,24 +133,6 @@ def _lines(codes: torch.Tensor) -> torch.Tensor:
     if codes.stride(1) == 1 and (codes.data_ptr() | codes.stride(0)) % 4 == 0:
         return codes
     return codes.clone(memory_format=torch.contiguous_format)
-
-
-class Side(NamedTuple):
-    """An operand: the type of its scales; values of a block (0: a scale a line); bytes of a line of
-    codes and of scales; lines of a block."""
-
-    kind: int
-    block: int
-    line: int
-    scale_line: int
-    height: int
-
-
-def side_of(scheme: QuantScheme, lines: int, k: int) -> Side:
-    kind, counts = type_number(scheme.scale), scheme.scale_shape((lines, k))
-    height = scheme.block_extents((lines, k))[0] if counts[0] > 1 else lines
-    line = line_size_bytes(k, scheme.bits, scheme.store)
-    return Side(kind, block_of(scheme, k, by_n=False), line, counts[1] * SIZES[kind], height)
 
 
 class _Plan(NamedTuple):
