@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import NamedTuple
 
 from polyquant.kernel import Problem
@@ -20,11 +19,10 @@ _WHOLE_ROW = 1 << 30
 #: Offsets that take the sum of x over a block.
 SUMMING = (_FLOAT_ZERO, _BIAS)
 #: Rows of x above which dequantizing the weight for cuBLAS is quicker (8192 x 8192, H200): by
-#: mma.cu, by wgmma.cu, which takes bf16, and by mma_n.cu.
-MOST_BY_MMA, _MOST_BY_WGMMA, _MOST_BY_N = 64, 4096, 32
-_MOST_ROWS = MappingProxyType(
-    {"bfloat16": _MOST_BY_WGMMA, "float16": MOST_BY_MMA, "float32": MOST_BY_MMA}
-)
+#: mma.cu, by mma_n.cu, and by wgmma.cu, which takes bf16 (no more were measured); of 5 to 7 bits,
+#: and of 8 bits in blocks along the input axis, which take longest to become numbers.
+MOST_BY_MMA, _MOST_BY_N, _MOST_BY_WGMMA, _MOST_OF_SLOW = 64, 32, 8192, 2048
+_ENTERING = ("bfloat16", "float16", "float32")
 
 
 def why_not(problem: Problem, *, splits_tables: bool = False) -> str | None:
@@ -35,7 +33,7 @@ def why_not(problem: Problem, *, splits_tables: bool = False) -> str | None:
     scheme = problem.b
     if not isinstance(scheme, QuantScheme) or isinstance(problem.a, QuantScheme):
         return "it multiplies a float by a quantized weight"
-    if problem.a not in _MOST_ROWS:
+    if problem.a not in _ENTERING:
         return f"it takes bfloat16, float16 and float32, not {problem.a}"
     if problem.a == "float32" and scheme.mode is QuantMode.LOOKUP and not splits_tables:
         return "a table's float32 entries do not enter a bf16 multiplier exactly"
@@ -46,13 +44,22 @@ def why_not(problem: Problem, *, splits_tables: bool = False) -> str | None:
     if scheme.block is not None and len(scheme.block) > 2:
         return "its blocks must have two axes at most"
     by_n = axes[-1] == rank - 1
-    most = MOST_BY_MMA if offset_of(scheme) in SUMMING else _MOST_ROWS[problem.a]
-    most = _MOST_BY_N if by_n else most
+    most = _MOST_BY_N if by_n else _most_rows(problem.a, scheme)
     if problem.m > most:
         return f"it is for up to {most} rows of {problem.a} by {scheme}; more are quicker by cuBLAS"
     if by_n:
         return _why_not_by_n(problem.a, scheme)
     return why_not_codes(scheme, problem.step) or _why_not_blocks(scheme)
+
+
+def _most_rows(entering: str, scheme: QuantScheme) -> int:
+    """Rows of x that a product with a weight stored (out, in) takes."""
+    if entering != "bfloat16" or offset_of(scheme) in SUMMING:
+        return MOST_BY_MMA
+    kind = kind_of(scheme)
+    bits = 0 if kind is None else kind.bits
+    in_blocks = scheme.block is not None and scheme.block[-1] != -1
+    return _MOST_OF_SLOW if 4 < bits < 8 or (bits == 8 and in_blocks) else _MOST_BY_WGMMA
 
 
 def _why_not_by_n(entering: QuantScheme | str, scheme: QuantScheme) -> str | None:
