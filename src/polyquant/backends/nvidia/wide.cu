@@ -3,13 +3,14 @@
 // The left operand has the rows of the tensor cores' tile, the right one its columns; lines of both lie
 // along k. Copies of 128 values of k come by TMA, STAGES deep, with the swizzle that wgmma reads. Where
 // BITS is 8 both operands enter from shared memory: x is the left one. Else the weight is the left one:
-// its codes become int8 or e4m3 in registers, exactly. LW x RW groups of four warps have MR tiles of 64
-// rows and 8 NT columns each; one more warp copies. KC blocks of a cluster share k, and add up in
-// order; MC others, of neighbouring rows, get each other's part of the right operand by multicast.
+// its codes become int8 or e4m3 in registers, exactly. LW x RW groups of four warps have 64 rows and
+// 8 NT columns each; one more warp copies. KC blocks of a cluster share k, and add up in order; MC
+// others, of neighbouring rows, get each other's part of the right operand by multicast.
 //
-// Integers of whole lines are exact in int32 (EXACT). Else the sums of PER steps of 128 values (or of
-// CLOSED values, where scales are of so few) are closed: multiplied by a scale of each side, and added
-// up in float32.
+// Integers of whole lines are exact in int32 (EXACT). Else the sums of CLOSED values, 128 or as few as
+// share a scale, are closed: multiplied by a scale of each side, and added up in float32. That happens
+// while the next 128 values are multiplied (DOUBLE), or the next of PARTS times 8 NT columns, for all
+// of which the left operand is in registers.
 
 #define IS_E2M1 (KIND == 5)
 #define EXACT (INTEGER && LEFT_BLOCK == 0 && RIGHT_BLOCK == 0)
@@ -29,10 +30,8 @@ typedef float Sum;
 #endif
 #if EXACT
 typedef int Total;
-#define TOTAL_REGISTER "r"
 #else
 typedef float Total;
-#define TOTAL_REGISTER "f"
 #endif
 
 struct alignas(64) Wide {
@@ -306,14 +305,18 @@ __device__ __forceinline__ u64 matrix_at(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-constexpr int EVEN = 65536 / (THREADS * BLOCKS) / 8 * 8, AT_FIRST = EVEN > 248 ? 248 : EVEN, FEW = AT_FIRST < 40 ? 24 : 40;
-constexpr int LEFT_OVER = (AT_FIRST * THREADS - FEW * 128) / (32 * WARPS) / 8 * 8, MANY = LEFT_OVER > 240 ? 240 : LEFT_OVER;
-constexpr int RUN = BITS == 8 ? 8 : 4;
-// Sums of one step are added up in float32 while the next one is multiplied, where there are registers.
-// Scales of the right operand are of as many columns at least.
+// Registers of a thread: what one of so many begins with, what the warps that copy keep, and what the
+// others have then.
+constexpr int EVEN = 65536 / (THREADS * BLOCKS) / 8 * 8, AT_FIRST = EVEN > 248 ? 248 : EVEN;
+constexpr int FEW = AT_FIRST < 40 ? 24 : 40;
+constexpr int LEFT_OVER = (AT_FIRST * THREADS - FEW * 128) / (32 * WARPS) / 8 * 8;
+constexpr int MANY = LEFT_OVER > 240 ? 240 : LEFT_OVER;
+constexpr int RUN = BITS == 8 ? 8 : 4;  // steps that follow each other without a branch
+// Scales of the right operand for the columns of a group: one for each 128.
 constexpr int RIGHTS = RIGHT_BLOCK && PARTS > 1 ? PARTS * NT / 16 : 1;
+// Sums of one step are added up in float32 while the next one is multiplied, where there are registers.
 #define DOUBLE (CLOSED == 128 && !FOLDS && PARTS == 1 && (BITS == 8 || NT <= 8))
-static_assert(PARTS == 1 || !(DOUBLE || EXACT), "sums of both halves are closed in turn");
+static_assert(PARTS == 1 || !(DOUBLE || EXACT), "sums of parts are closed in turn");
 #if FOLDS
 #define FOLDED_STEP(half) folded[half].all
 #else
@@ -330,10 +333,6 @@ __device__ __forceinline__ void clear(int (*sums)[4]) {
   for (int i = 0; i < 4 * NT; i++) asm volatile("mov.b32 %0, 0;" : "=r"(sums[i / 4][i % 4]));
 }
 // What was waited for is not read before.
-__device__ __forceinline__ void touch(float (*sums)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4 * NT; i++) asm volatile("" : "+f"(sums[i / 4][i % 4])::"memory");
-}
 __device__ __forceinline__ void touch(int (*sums)[4]) {
 #pragma unroll
   for (int i = 0; i < 4 * NT; i++) asm volatile("" : "+r"(sums[i / 4][i % 4])::"memory");
@@ -552,13 +551,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
       auto free_before = [&] { free_stage(stage ? stage - 1 : STAGES - 1); };
       constexpr Number<0> even;
       constexpr Number<1> odd;
-#if EXACT || DOUBLE
-      // One step is multiplied while what came of the one before is added up: in two sets of sums.
-#if EXACT
-#define PART(half) acc[0]
-#else
-#define PART(half) part[half]
-#endif
 #if EXACT
       auto step = [&](auto half) {
         begin(half);
@@ -575,7 +567,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
       wgmma_wait<0>();
       if (count) free_before();
       touch(acc[0]);
-#else
+#elif DOUBLE
       // Runs of steps: one is multiplied while the sums of the one before are closed.
       auto run = [&](auto length) {
 #pragma unroll
@@ -602,7 +594,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
       while (done + RUN <= count) run(Number<RUN>());
       while (done + 2 <= count) run(Number<2>());
       if (done < count) run(Number<1>());
-#endif
 #else
       auto step = [&](auto half) {
 #if PARTS > 1
