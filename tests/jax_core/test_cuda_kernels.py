@@ -67,7 +67,7 @@ def error(y: Any, x: Any, q: Any) -> str:
 REFUSED = (
     (problem("q4s", a=pq.scheme("q8s")), "multiplies a float"),
     (problem("q4s", a="float64"), "not float64"),
-    (problem("q4s", m=8192), "up to 4096 rows"),
+    (problem("q4s", m=8193), "up to 8192 rows"),
     (problem("q4s", a="float16", m=128), "up to 64 rows"),
     (problem("u8[dynamic8]/64:f32"), "no decoder"),
     (problem("q4s", k=0), "extent is zero"),
