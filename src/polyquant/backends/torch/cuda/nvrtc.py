@@ -225,6 +225,3 @@ def _context(device: int) -> Any:
 def _enter(device: int) -> None:
     """Make the context current: a thread that has only asked torch so far has none."""
     answer_of(driver.cuCtxSetCurrent(_context(device)))
-
-
-_compile, _ask = compiled, answer_of
