@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import polyquant as pq
+from polyquant import conform
 from polyquant.cli import app, output, system
 from polyquant.conform import Result
 from polyquant.errors import CATALOGUE
@@ -474,6 +477,32 @@ def test_conform_quick_on_numpy() -> None:
     assert run_json("conform", *more) == form
     assert "unknown-scheme" in run("conform", "--scheme", "nf5", code=2).stderr
     assert run("conform", "--device", "torch:gpu", code=2).stdout == ""
+
+
+@pytest.mark.parametrize("jobs", [0, -1, 2.5, "2"])
+def test_conform_wants_a_number_of_jobs(jobs: Any) -> None:
+    with pytest.raises(pq.errors.InvalidArgument, match="jobs must be at least 1"):
+        next(conform.checks("numpy", jobs=jobs))
+
+
+def test_who_stops_conform_waits_for_no_more_than_began(monkeypatch: Any) -> None:
+    asked: list[Future[list[Result]]] = []
+
+    class Pool(nullcontext[Any]):
+        def __init__(self, jobs: int, context: Any) -> None:
+            super().__init__(self)
+            assert jobs == 2
+
+        def submit(self, *_: Any) -> Future[list[Result]]:
+            asked.append(Future())
+            return asked[-1]
+
+    monkeypatch.setattr(conform, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(Future, "result", lambda self: [_result()])
+    found = conform.checks("numpy", schemes=("q4s", "nf4"), jobs=9)
+    next(found)
+    found.close()
+    assert len(asked) == 2 and all(each.cancelled() for each in asked)
 
 
 # -- errors, help, exit codes -----------------------------------------------------------------

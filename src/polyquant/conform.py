@@ -31,7 +31,7 @@ from polyquant.arrays import (
 )
 from polyquant.arrays import dtype as dtype_of
 from polyquant.dispatch import choose, kernels, one_operand_problem
-from polyquant.errors import DeadBlocksWarning, KernelRefused, NoKernel
+from polyquant.errors import DeadBlocksWarning, InvalidArgument, KernelRefused, NoKernel
 from polyquant.kernel import Kernel, Problem
 from polyquant.ops import matmul, quantize
 from polyquant.presets import PRESETS
@@ -193,9 +193,11 @@ def checks(
     ``quick`` takes fewer schemes and sizes; ``schemes``, where there are any, stand in place of the
     suite's own. ``jobs`` processes share the schemes; the results and their order are the same. (A
     script that asks for several does so under ``if __name__ == "__main__"``.) Raises UnknownScheme,
-    UnknownDevice, BackendMissing, and NoKernel for a device that declines everything, of which
-    nothing could be said.
+    UnknownDevice, BackendMissing, InvalidArgument, and NoKernel for a device that declines
+    everything, of which nothing could be said.
     """
+    if not isinstance(jobs, int) or jobs < 1:
+        raise InvalidArgument(name="jobs", wanted="at least 1", got=jobs)
     chosen = [as_scheme(s) for s in schemes or (_QUICK if quick else (*PRESETS, *_FURTHER))]
     owner, device = backend_of_device(device)
     choose(owner.name, Problem("dequantize", device_kind(device), as_scheme("q4s")))
@@ -206,13 +208,14 @@ def checks(
             yield from _checks_of(scheme, _Place(owner, device, dtypes), quick=quick)
         return
     # New processes: a copy of this one could not use what a library has opened of a GPU.
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(jobs, len(chosen)), get_context("spawn")) as pool:
         asked = [pool.submit(_listed, str(scheme), device, dtypes, quick) for scheme in chosen]
         try:
             for each in asked:
                 yield from each.result()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for each in asked:  # whoever stops early, or is stopped, waits for no more than began
+                each.cancel()
 
 
 def _listed(scheme: str, device: str, dtypes: tuple[str, ...], quick: bool) -> list[Result]:
