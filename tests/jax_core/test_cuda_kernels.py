@@ -18,6 +18,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from polyquant.backends.jax import cuda  # noqa: E402
 from polyquant.backends.jax.cuda import launch, product  # noqa: E402
+from polyquant.jax.linear import product_by  # noqa: E402
 
 KERNEL = cuda.KERNELS[0]
 IS_GPU = jax.default_backend() == "gpu" and cuda._lacking() is None
@@ -293,6 +294,39 @@ def test_transformations(scheme: str) -> None:
         assert not error(y, rows, layers[0])
     all_of_one = jax.vmap(run, (None, 0))(x[0], stacked)
     assert np.array_equal(all_of_one[0], singly[0])
+
+
+@pytest.mark.usefixtures("emulated")
+def test_products_of_a_stack_are_turned_around() -> None:
+    q, x = weight("nf4", 40, 96).mT, floats(5, 96)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), q)
+
+    def run(x: Any, q: Any) -> Any:
+        return product_by(KERNEL, x, q, x.dtype)
+
+    def run_all(x: Any) -> Any:
+        return jax.vmap(jax.vmap(run, (0, None)), (None, 0))(x, stacked)
+
+    (back,) = jax.linear_transpose(run_all, x)(jnp.ones((2, 5, 40), x.dtype))
+    wanted = 2 * np.broadcast_to(np.asarray(q.dequantize()).sum(1), x.shape)
+    np.testing.assert_allclose(np.asarray(back, np.float32), wanted, rtol=0.02, atol=0.1)
+
+
+ROWS = (("float32", 64, 4), ("float32", 65, 0), ("float16", 65, 0), ("bfloat16", 8193, 0),
+        ("bfloat16", 65, 1), ("bfloat16", 0, 0))  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "rows", "calls"), ROWS)
+def test_rows_that_vmap_brings(
+    dtype: str, rows: int, calls: int, launched: list[dict[str, Any]]
+) -> None:
+    """Those that the kernel is not for are XLA's."""
+    q = jax.eval_shape(lambda: weight("q4s", 40, 96).mT)
+    run = jax.jit(jax.vmap(lambda x, q: KERNEL.run(x, q, x.dtype), (0, None)))
+    traced = run.trace(jax.ShapeDtypeStruct((rows, 1, 96), dtype), q)
+    assert jax.tree.leaves(traced.out_info)[0].shape == (rows, 1, 40)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @polyquant_cuda_launch") == calls
 
 
 @needs_gpu

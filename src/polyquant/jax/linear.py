@@ -6,6 +6,7 @@ jax.linear_transpose, may turn a product around, and JAX then asks the operation
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,13 +27,25 @@ _product_p = Primitive("polyquant_product")
 def product_by(kernel: Kernel, x: Array, weight: QTensor, kind: Any) -> Array:
     """``kernel.run(x, weight, kind)`` for x (..., k) and weight (k, n), linear in ``x`` to JAX."""
     leaves, structure = jax.tree.flatten(weight)
-    made: Array = _product_p.bind(x, *leaves, structure=structure, kernel=kernel, kind=kind)
+    facts = {"structure": structure, "kernel": kernel, "kind": kind, "stacks": ()}
+    made: Array = _product_p.bind(x, *leaves, **facts)
     return made
 
 
-def _run(x: Array, *leaves: Array, structure: Any, kernel: Kernel, kind: Any) -> Array:
-    made: Array = kernel.run(x, jax.tree.unflatten(structure, leaves), kind)
+def _run(x: Array, *leaves: Array, structure: Any, kernel: Kernel, kind: Any, stacks: Any) -> Array:
+    def run(x: Array, *leaves: Array) -> Any:
+        return kernel.run(x, jax.tree.unflatten(structure, leaves), kind)
+
+    made: Array = _each(run, stacks)(x, *leaves)
     return made
+
+
+def _each(run: Callable[..., Any], stacks: Any) -> Callable[..., Any]:
+    """``run`` of each product of stacks, whose leaves have these axes, the outermost stack's first;
+    what comes before the leaves has its stacks' axes first."""
+    for axes in reversed(stacks):
+        run = jax.vmap(run, in_axes=(0, *axes))
+    return run
 
 
 def _result(x: Any, *leaves: Any, **facts: Any) -> Any:
@@ -40,21 +53,28 @@ def _result(x: Any, *leaves: Any, **facts: Any) -> Any:
     return x.update(shape=made.shape, dtype=made.dtype, weak_type=False)
 
 
-def _turned(of_result: Array, x: Any, *leaves: Array, structure: Any, **_: Any) -> list[Any]:
+def _turned(
+    of_result: Array, x: Any, *leaves: Array, structure: Any, stacks: Any, **_: Any
+) -> list[Any]:
     """The change of ``x``: that of the result times the decoded weight."""
-    weight = jax.tree.unflatten(structure, leaves)
-    wide = jnp.promote_types(x.aval.dtype, jnp.float32)
-    values = standard.dequantize(weight, wide)
-    change = matmul(of_result.astype(wide), values.T).astype(x.aval.dtype)
-    return [change, *(None for _ in leaves)]
+
+    def run(of_result: Array, *leaves: Array) -> Array:
+        values = standard.dequantize(jax.tree.unflatten(structure, leaves), jnp.float32)
+        made: Array = matmul(of_result.astype(jnp.float32), values.T).astype(x.aval.dtype)
+        return made
+
+    return [_each(run, stacks)(of_result, *leaves), *(None for _ in leaves)]
 
 
-def _mapped(args: Any, axes: Any, **facts: Any) -> tuple[Array, int]:
-    """More rows; or, of several weights, whatever the kernel's own parts do."""
-    if all(axis is None for axis in axes[1:]):
-        x = jnp.moveaxis(args[0], axes[0], 0)
-        return _product_p.bind(x, *args[1:], **facts), 0
-    return jax.vmap(lambda *each: _run(*each, **facts), in_axes=axes)(*args), 0
+def _mapped(args: Any, axes: Any, *, stacks: Any, **facts: Any) -> tuple[Array, int]:
+    """More rows; or a stack of products, of which the kernel's own parts make what they can."""
+    (x, *leaves), (of_x, *of_leaves) = args, axes
+    if of_x is None:
+        sizes = [leaf.shape[i] for leaf, i in zip(leaves, of_leaves, strict=True) if i is not None]
+        x, of_x = jnp.broadcast_to(x, (sizes[0], *x.shape)), 0
+    if stacks or any(axis is not None for axis in of_leaves):
+        stacks = (tuple(of_leaves), *stacks)
+    return _product_p.bind(jnp.moveaxis(x, of_x, 0), *leaves, stacks=stacks, **facts), 0
 
 
 _product_p.def_impl(_run)

@@ -45,8 +45,8 @@ def _why_not_narrow(problem: Problem) -> str | None:
 
 
 @partial(jax.jit, static_argnums=2)
-def _narrow(a: Any, b: Any, kind: Any) -> Array:
-    """Decoded values are rounded to bfloat16 beside bfloat16, to TF32 beside float16.
+def narrow(a: Any, b: Any, kind: Any) -> Array:
+    """``a @ b``. Decoded values are rounded to bfloat16 beside bfloat16, to TF32 beside float16.
 
     TF32 has the significand of float16, and room for every scale. Sums are float32.
     """
@@ -63,7 +63,7 @@ def _narrow(a: Any, b: Any, kind: Any) -> Array:
 
 
 KERNELS = (
-    Kernel("jax.xla.matmul", "matmul", _why_not_narrow, _narrow, takes_extras=True),
+    Kernel("jax.xla.matmul", "matmul", _why_not_narrow, narrow, takes_extras=True),
     *(
         Kernel(k.name, k.op, _why_not, k.run, takes_extras=k.takes_extras)
         for k in definition.KERNELS

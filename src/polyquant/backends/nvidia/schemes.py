@@ -44,7 +44,7 @@ def why_not(problem: Problem, *, splits_tables: bool = False) -> str | None:
     if scheme.block is not None and len(scheme.block) > 2:
         return "its blocks must have two axes at most"
     by_n = axes[-1] == rank - 1
-    most = _MOST_BY_N if by_n else _most_rows(problem.a, scheme)
+    most = most_rows(problem.a, scheme, by_n=by_n)
     if problem.m > most:
         return f"it is for up to {most} rows of {problem.a} by {scheme}; more are quicker by cuBLAS"
     if by_n:
@@ -52,8 +52,10 @@ def why_not(problem: Problem, *, splits_tables: bool = False) -> str | None:
     return why_not_codes(scheme, problem.step) or _why_not_blocks(scheme)
 
 
-def _most_rows(entering: str, scheme: QuantScheme) -> int:
-    """Rows of x that a product with a weight stored (out, in) takes."""
+def most_rows(entering: str, scheme: QuantScheme, *, by_n: bool) -> int:
+    """Rows of x that a product takes. ``by_n``: whether the weight is stored (in, out)."""
+    if by_n:
+        return _MOST_BY_N
     if entering != "bfloat16" or offset_of(scheme) in SUMMING:
         return MOST_BY_MMA
     kind = kind_of(scheme)

@@ -16,10 +16,11 @@ import numpy as np
 from jax import lax
 
 from polyquant import standard
+from polyquant.backends.jax import accelerators
 from polyquant.backends.jax.cuda.launch import gpu_here, launch
 from polyquant.backends.nvidia import planning
 from polyquant.backends.nvidia.planning import Grids, Lines, Shapes, step_of
-from polyquant.backends.nvidia.schemes import type_number
+from polyquant.backends.nvidia.schemes import most_rows, type_number
 from polyquant.qtensor import QTensor
 from polyquant.values import QuantMode
 
@@ -87,8 +88,14 @@ def _is_batch(weight: QTensor, by_weight: QTensor) -> bool:
 
 
 def _by_rows(x: Array, weight: QTensor, kind: Any) -> Array:
-    """As many rows at a time as planes of float32 leave together."""
+    """As many rows at a time as planes of float32 leave together; more than a kernel is for, which
+    vmap can bring, or none, by XLA."""
     planes, m = planning.PLANES[str(x.dtype)], x.shape[1]
+    by_n = weight.axes[-1] == weight.ndim - 1
+    if not x.size or m > most_rows(str(x.dtype), weight.scheme, by_n=by_n):
+        run = standard.matmul if planes > 1 else accelerators.narrow
+        y: Array = run(x.reshape(*weight.shape[:-2], *x.shape[-2:]), weight, kind)
+        return y.reshape(*x.shape[:2], weight.shape[-1])
     step = planning.TOGETHER // planes if planes > 1 else m
     parts = [_launched(x[:, i : i + step], weight, kind) for i in range(0, m, step)]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
