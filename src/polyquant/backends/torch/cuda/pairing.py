@@ -170,7 +170,9 @@ def why_not_pairs(problem: Problem, *, has_wgmma: bool = True) -> str | None:
     is_int = not left.value.is_float
     if has_wgmma and why_not_wide(problem, is_int=is_int) is None:
         in_blocks = any(_block_of(scheme)[1] != -1 for scheme in (left, right))
-        few = _MOST_CLOSED if in_blocks and right.value.is_float and right.bits == 8 else _MOST_BYTES
+        few = (
+            _MOST_CLOSED if in_blocks and right.value.is_float and right.bits == 8 else _MOST_BYTES
+        )
         most = few if is_long or not is_int else _MOST_SHORT
     if problem.m > most:
         return f"it is for up to {most} rows by codes of {right.bits} bits in such blocks"
