@@ -498,7 +498,7 @@ __device__ __forceinline__ void sync_workers() {
 }
 
 // What the kernel before wrote may be read from here on, and the next one may begin. Codes and numbers
-// of a weight are read before: see multiply in mma.py.
+// of a weight are read before: see multiply in torch's mma.py.
 __device__ __forceinline__ void follow() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

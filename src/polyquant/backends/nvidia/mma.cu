@@ -19,7 +19,7 @@
 // and scales past the end of a line are read as zero, x past K must be zero or absent.
 //
 // Given by -D: F16 BITS KIND MANTISSA BLOCK SCALE OFFSET OFFSET_TYPE CODE_PIECE SCALE_PIECE
-// OFFSET_PIECE X_ROWS PLANES OUT BATCHED, named in mma.py, and the tile sizes, named in tiles.py.
+// OFFSET_PIECE X_ROWS PLANES OUT BATCHED, named in planning.py, and the tile sizes, named in tiles.py.
 
 // -- products -------------------------------------------------------------------------------------
 
