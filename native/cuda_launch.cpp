@@ -310,7 +310,7 @@ Failure run(const xla::Frame& frame, const Launch& given, void* stream) {
   LaunchAttribute cluster{};
   cluster.kind = kCluster;
   for (int i = 0; i < 3; ++i) cluster.cluster[i] = static_cast<unsigned>(each[3 + i]);
-  const bool has_cluster = each[3] * each[4] * each[5] > 1;
+  const bool has_cluster = each[3] > 1 || each[4] > 1 || each[5] > 1;
   LaunchConfig config{};
   for (int i = 0; i < 3; ++i) config.grid[i] = static_cast<unsigned>(each[i]);
   config.block[0] = static_cast<unsigned>(each[6]), config.block[1] = config.block[2] = 1;

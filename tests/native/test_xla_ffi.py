@@ -216,6 +216,7 @@ def test_what_the_driver_is_asked(tmp_path: Path) -> None:
     assert found["mapped"] == [9, 3, 3, 48, [320, 30, 2], [640, 19200], [64, 24, 1]]
     assert found["in_place"] == [0x5A, 9]
     assert found["single"] == [0, 3]
+    assert found["huge"] == [1, [1 << 30] * 3]
     assert (
         found["refused"] == "cuLaunchKernelEx of the CUDA driver answered CUDA_ERROR_OUT_OF_MEMORY."
     )

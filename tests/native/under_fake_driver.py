@@ -93,6 +93,8 @@ found["mapped"] += [list(note.map_extents), list(note.map_strides), list(note.ma
 found["in_place"] = [note.argument[127], words(17, 1)[0]]
 call(launch=np.array([5, 6, 1, 1, 1, 1, 256, 4096]))
 found["single"] = [note.attributes, note.launches]
+call(launch=np.array([5, 6, 8, *[1 << 30] * 3, 256, 4096]))  # whose product is 2^90
+found["huge"] = [note.attributes, list(note.cluster)]
 found["refused"] = call(launch=np.array([13, 6, 1, 1, 1, 1, 256, 4096]))
 found["size"] = call(argument=np.zeros(5, np.int64))
 compiled().keep_cuda_kernel("broken", b"no code", "matmul", 32)
