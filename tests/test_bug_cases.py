@@ -119,8 +119,10 @@ def test_26_nvfp4_of_small_values(place: str) -> None:
         errors.append(relative_error(x * F32(factor), q))
     np.testing.assert_allclose(errors, errors[0], rtol=0.02)
     assert 0.03 < errors[0] < 0.12
-    with pytest.warns(pq.errors.DeadBlocksWarning, match="2 of the 2 blocks hold only values"):
+    text = "2 of the 2 blocks hold only values"
+    with pytest.warns(pq.errors.DeadBlocksWarning, match=text) as warned:
         lost = pq.quantize(put(x * F32(1e-5), place), "e2m1/16:ue4m3")
+    assert warned[0].filename == __file__
     assert (host(lost.scales) == 1).all() and (host(lost.dequantize()) == 0).all()
     assert pq.measure(x * F32(1e-5), lost.to("numpy")).dead_blocks == 2
 

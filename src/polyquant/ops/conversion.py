@@ -221,7 +221,7 @@ def _warn_of_dead_blocks(x: Array, q: QTensor, nonfinite: str) -> None:
             f"{kind} scales of {scheme}, of which {smallest:.3g} is the smallest: they are zero "
             "now. Use a tensor scale, as nvfp4 has, or f32 scales."
         )
-        warnings.warn(text, DeadBlocksWarning, stacklevel=3)
+        warnings.warn(text, DeadBlocksWarning, stacklevel=4)  # who called quantize
 
 
 def _first_step(q: QTensor) -> float:
