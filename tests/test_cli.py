@@ -606,14 +606,18 @@ def test_memory_follows_the_largest_tensor_and_not_the_file() -> None:
 def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
     source = tmp_path / "model.safetensors"
     names = [f"layers.{i}.weight" for i in range(60)]
-    _memory_benchmark().write_checkpoint(source, names, 512, 2048)
+    _memory_benchmark().write_checkpoint(source, names, 64, 256)
     # What a shell starts in the background ignores SIGINT, and so does what that starts.
     listening = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    slowly = (  # so that it cannot end before it is stopped
+        "import time, polyquant.models.checkpoint as c; run = c.quantize; "
+        "c.quantize = lambda *a, **k: time.sleep(0.1) or run(*a, **k); "
+    )
     python, flag, code = COMMAND
     command = [
         python,
         flag,
-        listening + code,
+        listening + slowly + code,
         "quantize",
         str(source),
         str(tmp_path / "out.safetensors"),
