@@ -1,5 +1,4 @@
-"""The tables of an NVIDIA GPU, from benchmarks/results/cuda.json, and beside rivals from
-cuda_rivals.json (by benchmarks/nvidia.py, in parts)."""
+"""The tables of an NVIDIA GPU, from benchmarks/results/cuda.json (by benchmarks/nvidia.py)."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ def short() -> str:
 
 def section() -> str:
     """Everything at that shape, both operands quantized, other shapes, and which goals are met."""
-    found, rivals = _results("cuda"), _results("cuda_rivals")
+    found = _results("cuda")
     all_rows = tuple(dict.fromkeys(row["m"] for row in found["products"]))
     met = sum(bar["met"] for bar in found["bars"])
     moved = ", ".join(f"{k.removesuffix('_gb_s')} {v}" for k, v in found["ceilings"].items())
     parts = [
         _where(found),
         _times(_products(found), all_rows),
-        "Both operands quantized beforehand:",
+        "Both operands quantized beforehand (torch's own products of the same codes below ours):",
         _times(found["both_quantized"], all_rows, with_bf16=False),
         *_shapes(found),
         f"Goals set beforehand, as speed-ups over bf16: {met} of {len(found['bars'])} are met.",
@@ -43,12 +42,6 @@ def section() -> str:
         + ", ".join(f"`{name}` {time}" for name, time in found["host_us"].items())
         + ".",
         *found.get("notes", ()),
-        f"Beside rivals, in one run of {rivals['date']} with an earlier state of these kernels:",
-        _times(
-            [row for row in _products(rivals) if "rivals_us" in row],
-            tuple(dict.fromkeys(row["m"] for row in rivals["products"])),
-        ),
-        rivals["notes"][0],
     ]
     return "\n\n".join(parts) + "\n"
 

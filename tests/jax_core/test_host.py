@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,13 @@ pytestmark = [
     needs("jax"),
     pytest.mark.skipif(missing() is not None, reason=f"not usable: {missing()}"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    """Where JAX's default is a GPU, too."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 def operands(m: int = 4) -> tuple[Any, Any]:

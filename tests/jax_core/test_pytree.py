@@ -134,7 +134,8 @@ def test_leaves_that_jax_wraps_are_its_arrays() -> None:
     run.defjvp(lambda primals, changes: (run(*primals), changes[0] @ primals[1].mT))
     np.testing.assert_allclose(run(x, q.to("numpy")), x @ q.mT, rtol=1e-6)
     passed = jax.grad(lambda x: run(x, q.to("numpy")).sum())(x)
-    np.testing.assert_allclose(passed, jax.numpy.ones((2, 4)) @ q.dequantize(), rtol=1e-5)
+    wanted = np.ones((2, 4), np.float32) @ np.asarray(q.dequantize())
+    np.testing.assert_allclose(passed, wanted, rtol=1e-5)
     assert all(isinstance(each.table, jax.Array) for each in seen)
 
 
