@@ -69,7 +69,7 @@ def _times(
     head = ["scheme", *(f"{m} row{'s' * (m > 1)}" for m in rows_of_x)]
     lines = []
     if with_bf16:
-        bf16 = {row["m"]: row["cublas_us"] for row in rows}
+        bf16 = {row["m"]: row["cublas_us"] for row in reversed(rows)}
         lines.append(["bf16 (cuBLAS)", *(f"{bf16[m]:.1f}" for m in rows_of_x)])
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
         of_scheme = [at.get((scheme, m), {}) for m in rows_of_x]
