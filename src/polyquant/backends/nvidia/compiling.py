@@ -29,15 +29,19 @@ def compiled(
     target = f"--gpu-architecture=sm_{capability[0]}{capability[1]}{own}"
     flags = [target, "--std=c++17", "-default-device", *(f"-D{each}" for each in options)]
     program = answer_of(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * answer_of(nvrtc.nvrtcGetProgramLogSize(program))
-        answer_of(nvrtc.nvrtcGetProgramLog(program, log))
-        fail(f"{source} {' '.join(flags)}: {log.decode()}")
-    cubin: bytes = b" " * answer_of(nvrtc.nvrtcGetCUBINSize(program))
-    answer_of(nvrtc.nvrtcGetCUBIN(program, cubin))
-    answer_of(nvrtc.nvrtcDestroyProgram(program))
-    return cubin
+    try:
+        given = [flag.encode() for flag in flags]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * answer_of(nvrtc.nvrtcGetProgramLogSize(program))
+            answer_of(nvrtc.nvrtcGetProgramLog(program, log))
+            # The log is a C string, and may quote what is no text.
+            fail(f"{source} {' '.join(flags)}: {log.rstrip(bytes(1)).decode(errors='replace')}")
+        cubin: bytes = b" " * answer_of(nvrtc.nvrtcGetCUBINSize(program))
+        answer_of(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return cubin
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
 
 
 def gpu_of(device: int, name: str, capability: tuple[int, int]) -> Gpu:
