@@ -8,6 +8,9 @@ from polyquant.arrays import backend_of
 from polyquant.errors import HostCopyRefused, InvalidArgument, UnsupportedArray
 from polyquant.methods.door import operations
 
+#: Devices whose arrays NumPy reads in place.
+_HOSTS = ("numpy", "torch:cpu", "jax:cpu")
+
 
 class Protocols:
     """``np.asarray(q)``, ``np.sum(q)``, ``x + q``, ``torch.matmul(x, q)``: see ops/protocol.py."""
@@ -18,11 +21,13 @@ class Protocols:
         if copy is False:
             wanted = "True or None: the values of a quantized tensor are always made anew"
             raise InvalidArgument(name="copy", wanted=wanted, got=copy)
-        if backend_of(self.data).is_traced(self.data):  # a function of JAX's asks for an array
+        owner, on_host = backend_of(self.data), self.device.startswith(_HOSTS)
+        # What JAX traces may be on any device; torch's meta tensors count as traced, too.
+        if owner.is_traced(self.data) and (on_host or owner.name == "jax"):
             got = "traced (as under jax.jit), and has no values yet"
             fix = "Hand over q.dequantize(), or pq.dequantize_tree(model) of a whole model"
             raise UnsupportedArray(role="A QTensor made an array", got=got, fix=fix)
-        if not self.device.startswith(("numpy", "torch:cpu", "jax:cpu")):
+        if not on_host:
             raise HostCopyRefused(device=self.device)
         return self.to("numpy").dequantize(None if dtype is None else str(dtype))
 
