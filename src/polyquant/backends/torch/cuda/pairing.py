@@ -100,12 +100,7 @@ def why_not_wide(problem: Problem, *, is_int: bool) -> str | None:
     second = tuple(v for v in (AS_INT8 if is_int else AS_E4M3) if v.bits > 2)
     if left.value not in first or right.value not in second:
         return f"it multiplies {' or '.join(first)} by one of {', '.join(second)}"
-    for scheme in (left, right):
-        if scheme.mode is not QuantMode.SYMMETRIC or scheme.offset is not None:
-            return f"it takes symmetric codes without offsets, not {scheme}"
-        if isinstance(scheme.scale, QuantScheme):
-            return f"it takes scales that are numbers, not {scheme.scale}"
-    if reason := _why_not_wide_blocks(left, right):
+    if reason := _why_not_plain(left, right) or _why_not_wide_blocks(left, right):
         return reason
     if problem.step and problem.step * right.bits % 128:
         return "lines of codes must be whole 16 bytes"
@@ -113,6 +108,16 @@ def why_not_wide(problem: Problem, *, is_int: bool) -> str | None:
         return "codes of 4 bits must lie two in a byte"
     if is_int and problem.k > _MOST_K:
         return f"sums of more than {_MOST_K} products may not fit int32"
+    return None
+
+
+def _why_not_plain(*schemes: QuantScheme) -> str | None:
+    """Why codes are not numbers that one number scales."""
+    for scheme in schemes:
+        if scheme.mode is not QuantMode.SYMMETRIC or scheme.offset is not None:
+            return f"it takes symmetric codes without offsets, not {scheme}"
+        if isinstance(scheme.scale, QuantScheme):
+            return f"it takes scales that are numbers, not {scheme.scale}"
     return None
 
 
@@ -153,12 +158,9 @@ def why_not_pairs(problem: Problem, *, has_wgmma: bool = True) -> str | None:
     values = _BESIDE_E4M3 if left.value.is_float else AS_INT8
     if right.value not in values:
         return f"beside {'e4m3' if left.value.is_float else 'int8'} it takes {', '.join(values)}"
-    for scheme in (left, right):
-        if scheme.mode is not QuantMode.SYMMETRIC or scheme.offset is not None:
-            return f"it takes symmetric codes without offsets, not {scheme}"
-        if isinstance(scheme.scale, QuantScheme):
-            return f"it takes scales that are numbers, not {scheme.scale}"
-        block = scheme.block
+    if reason := _why_not_plain(left, right):
+        return reason
+    for block in (left.block, right.block):
         if block is not None and (len(block) > 2 or _cuts(block[-1])):
             return "its blocks must be a power of two from 32 on along the axis that is summed"
     if not left.value.is_float and problem.k > _MOST_K:
