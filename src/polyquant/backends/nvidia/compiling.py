@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from cuda.bindings import driver, nvrtc
 
-from polyquant.backends.nvidia import SOURCES, Gpu
+from polyquant.backends.nvidia import SOURCES, Gpu, cache
 from polyquant.errors import BackendMissing
 
 
@@ -18,7 +18,8 @@ def compiled(
     capability: tuple[int, int],
     before: str = "",
 ) -> bytes:
-    """Source files of this folder as machine code (a cubin), compiled with ``-D`` options.
+    """Source files of this folder as machine code (a cubin), compiled with ``-D`` options, now or
+    in an earlier process.
 
     ``before`` is more source, which stands before them. Raises BackendMissing with the compiler's
     words where it fails.
@@ -28,6 +29,19 @@ def compiled(
     own = "a" if capability == (9, 0) else ""  # Hopper's own instructions, wgmma among them
     target = f"--gpu-architecture=sm_{capability[0]}{capability[1]}{own}"
     flags = [target, "--std=c++17", "-default-device", *(f"-D{each}" for each in options)]
+    major, minor = _version()
+    parts = (b"NVRTC %d.%d" % (major, minor), *(flag.encode() for flag in flags), text)
+    return cache.kept(parts, lambda: _compile(text, source, flags))
+
+
+@lru_cache(maxsize=1)
+def _version() -> tuple[int, int]:
+    status, major, minor = nvrtc.nvrtcVersion()
+    answer_of((status,))
+    return major, minor
+
+
+def _compile(text: bytes, source: str, flags: list[str]) -> bytes:
     program = answer_of(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
     try:
         given = [flag.encode() for flag in flags]

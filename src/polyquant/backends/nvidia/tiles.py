@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from polyquant.backends.nvidia import cache
 
 #: The table as it is committed: measured on the GPU that it names.
 COMMITTED = Path(__file__).with_name("tiles.json")
@@ -109,9 +110,8 @@ def row_of(numbers: list[Any]) -> Row:
 
 
 def own_path(name: str) -> Path:
-    """Where the measurements of a GPU of that name are kept: under PQ_CACHE, or ~/.cache."""
-    folder = os.environ.get("PQ_CACHE") or Path.home() / ".cache" / "polyquant"
-    return Path(folder) / f"tiles-{name.replace(' ', '-')}.json"
+    """Where the measurements of a GPU of that name are kept."""
+    return cache.folder() / f"tiles-{name.replace(' ', '-')}.json"
 
 
 def candidates(bits: int, columns: int) -> list[Tiles]:

@@ -1,0 +1,49 @@
+"""What is kept on disk from one process to the next: compiled kernels, and measured tiles."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+_DIGEST = hashlib.sha256().digest_size
+
+
+def folder() -> Path:
+    """Where it is kept: the folder that PQ_CACHE names, or ``~/.cache/polyquant``."""
+    named = os.environ.get("PQ_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "polyquant"
+
+
+def kept(parts: tuple[bytes, ...], make: Callable[[], bytes]) -> bytes:
+    """What ``make`` returned for the same parts in this process or an earlier one.
+
+    A file holds it behind its digest: one that was cut off or changed is made again. Where the
+    folder can't be read or written each process makes its own.
+    """
+    sizes = (b"%d" % len(part) for part in parts)
+    name = hashlib.sha256(b"\0".join((*sizes, *parts))).hexdigest()
+    with suppress(OSError, RuntimeError):  # there may be no home
+        stored = (folder() / "kernels" / name).read_bytes()
+        if hashlib.sha256(stored[_DIGEST:]).digest() == stored[:_DIGEST]:
+            return stored[_DIGEST:]
+    made = make()
+    with suppress(OSError, RuntimeError):
+        _write(folder() / "kernels" / name, hashlib.sha256(made).digest() + made)
+    return made
+
+
+def _write(path: Path, stored: bytes) -> None:
+    """Whoever reads meanwhile sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(stored)
+            file.close()
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
