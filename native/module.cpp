@@ -10,8 +10,6 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
-#include <memory>
-#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -21,8 +19,7 @@
 #include "cuda_launch.h"
 #include "encode.h"
 #include "pool.h"
-#include "targets.h"
-#include "weight.h"
+#include "products.h"
 
 namespace nb = nanobind;
 
@@ -33,8 +30,6 @@ using Array = nb::ndarray<nb::ro, nb::device::cpu>;
 using Writable = nb::ndarray<nb::device::cpu>;
 
 // -- instruction sets -------------------------------------------------------------------------
-
-std::atomic<const Kernels*> chosen{usable_targets().front()};
 
 std::vector<std::string> targets() {
   std::vector<std::string> names;
@@ -51,32 +46,12 @@ void set_target(const std::string& name) {
   throw std::invalid_argument("this processor has no instruction set of that name");
 }
 
-constexpr int kMostThreads = 1024;
-std::atomic<int> num_threads{1};
-
 void set_num_threads(int count) {
   if (count < 1 || count > kMostThreads) throw std::invalid_argument("1 to 1024 threads");
   num_threads = count;
 }
 
-// Threads for so much work, where the caller asked for `threads` (0: no wish).
-int threads_for(int64_t work, int threads, int64_t least = 1 << 16) {
-  return work < least ? 1 : threads > 0 ? std::min(threads, kMostThreads) : num_threads.load();
-}
-
 // -- checks -----------------------------------------------------------------------------------
-
-void require(bool holds, const char* what) {
-  if (!holds) throw std::invalid_argument(what);
-}
-
-int64_t product_of(const int64_t* extents, int count) {
-  int64_t total = 1;
-  for (int i = 0; i < count; ++i)
-    require(extents[i] >= 0 && !__builtin_mul_overflow(total, extents[i], &total),
-            "the extents are negative or too large");
-  return total;
-}
 
 bool is_contiguous(const Array& array) {
   int64_t expected = 1;
@@ -99,59 +74,6 @@ Float float_of(const A& array) {
                           type.code == static_cast<uint8_t>(nb::dlpack::dtype_code::UInt)))
     return Float::kBF16;
   throw std::invalid_argument("a float32, float16 or bfloat16 array is wanted");
-}
-
-// -- scratch ----------------------------------------------------------------------------------
-
-// Floats on a cache line's boundary that a thread keeps for its next call.
-class Scratch {
- public:
-  float* floats(int64_t count) {
-    if (count > size_) {
-      data_.reset();
-      data_.reset(static_cast<float*>(::operator new(static_cast<size_t>(count) * 4, std::align_val_t(64))));
-      size_ = count;
-    }
-    return data_.get();
-  }
-  void forget_if_large() {
-    if (size_ > (16 << 20)) data_.reset(), size_ = 0;
-  }
-
- private:
-  struct Free {
-    void operator()(float* p) const { ::operator delete(p, std::align_val_t(64)); }
-  };
-  std::unique_ptr<float, Free> data_;
-  int64_t size_ = 0;
-};
-
-thread_local Scratch x_scratch, codes_scratch, rounded_scratch, task_scratch;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// A weight's lines, blocks and rows of the grid.
-Weight geometry(const std::vector<int64_t>& shape, const std::vector<int64_t>& block) {
-  Weight w;
-  require(!shape.empty() && shape.size() <= kMaxRank && block.size() == shape.size(),
-          "a shape of 1 to 8 axes and a block of the same rank are wanted");
-  w.leading = static_cast<int>(shape.size()) - 1;
-  w.lines = product_of(shape.data(), w.leading);
-  w.length = shape.back();
-  require(w.length >= 0 && w.length < (int64_t{1} << 40), "no such length");
-  product_of(shape.data(), w.leading + 1);  // all elements can be counted
-  for (size_t axis = 0; axis < shape.size(); ++axis)
-    require(block[axis] >= 1 && block[axis] <= std::max<int64_t>(1, shape[axis]),
-            "a block is empty, or longer than its axis");
-  for (int axis = 0; axis < w.leading; ++axis) {
-    w.extent[axis] = shape[axis];
-    w.lead_block[axis] = block[axis];
-    w.grid_extent[axis] = ceil_div(shape[axis], block[axis]);
-  }
-  w.block = block.back();
-  w.grid_length = ceil_div(w.length, w.block);
-  w.grid_rows = product_of(w.grid_extent, w.leading);
-  return w;
 }
 
 // How a weight's codes are bytes for products of integers.
@@ -192,19 +114,12 @@ class Matrix {
          std::optional<Array> tensor_scale, nb::object offsets, int offset_number, int offset_kind)
       : data_(data), table_(table), tensor_scale_(tensor_scale), scales_(scales), offsets_(offsets) {
     w_ = geometry(shape, block);
-    require(bits >= 1 && bits <= 8 && value_bits >= 1 && value_bits <= bits, "bits run from 1 to 8");
-    require(kind >= 0 && kind <= 3 && offset_kind >= 0 && offset_kind <= 2, "unknown kind");
-    const int64_t grid_rows = w_.grid_rows;
-    w_.bits = bits;
-    w_.value_bits = value_bits;
-    w_.kind = static_cast<Kind>(kind);
-    w_.is_signed = is_signed;
-    w_.offset_kind = static_cast<OffsetKind>(offset_kind);
-    set_table(minifloat);
+    set_meaning(&w_, {bits, value_bits, kind, is_signed, offset_kind, minifloat});
+    set_table();
     if (!w_.lines || !w_.length) return;  // nothing else is read
     set_data();
-    w_.scale = grid(scales_, scale_number, grid_rows);
-    if (w_.offset_kind != OffsetKind::kNone) w_.offset = grid(offsets_, offset_number, grid_rows);
+    w_.scale = grid(scales_, scale_number);
+    if (w_.offset_kind != OffsetKind::kNone) w_.offset = grid(offsets_, offset_number);
     if (tensor_scale_) {
       require(tensor_scale_->dtype() == nb::dtype<float>() && tensor_scale_->size() == 1,
               "the tensor scale is one float32");
@@ -217,12 +132,7 @@ class Matrix {
             "the output must be contiguous, of the weight's size");
     const Output y{out.data(), float_of(out), w_.length};
     nb::gil_scoped_release release;
-    const Kernels& k = *chosen;
-    if (!w_.lines || !w_.length) return;
-    const int64_t step = std::max<int64_t>(1, (1 << 16) / w_.length);
-    parallel_for(ceil_div(w_.lines, step), threads_for(w_.lines * w_.length, threads), [&](int64_t i) {
-      k.decode(w_, i * step, std::min(w_.lines, (i + 1) * step), y);
-    });
+    pq::decode(w_, y, threads);
   }
 
   // out (m, n) = x (m, k) @ the lines [first, first + count): along k, or along n.
@@ -240,9 +150,7 @@ class Matrix {
     const Activations a{x.data(), float_of(x), rows, depth, x.stride(0), x.stride(1)};
     const Output y{out.data(), float_of(out), out.stride(0)};
     nb::gil_scoped_release release;
-    if (!rows || !columns) return;
-    multiply(a, y, along_k, first_line, count, threads);
-    x_scratch.forget_if_large();
+    multiply(w_, a, y, along_k, first_line, count, threads);
   }
 
   // out (m, n) = x @ this, transposed, by products of integers; false where a scale is too large
@@ -251,8 +159,10 @@ class Matrix {
     require(x.w_.kind != Kind::kMinifloat && x.w_.kind != Kind::kTable256, "no such codes");
     const Output y = check_codes(x.w_, bytes.kind(), out);
     nb::gil_scoped_release release;
-    return multiply_codes(x.w_, bytes.kind(), y, threads);
+    return multiply_codes(w_, x.w_, bytes.kind(), y, threads);
   }
+
+  const Weight& stored() const { return w_; }
 
   // The output of a product of codes. Refuses what does not fit.
   Output check_codes(const Weight& x, const Weight8& kind, const Writable& out) const {
@@ -267,151 +177,7 @@ class Matrix {
     return {out.data(), float_of(out), out.stride(0)};
   }
 
-  static bool has_codes_kernel(const Kernels& k, const Weight8& kind, int64_t rows) {
-    return k.panel8 || rows <= k.step8(kind).most_rows;
-  }
-
-  // A product that was checked, without the GIL: see matmul_codes.
-  bool multiply_codes(const Weight& x, const Weight8& kind, const Output& y, int threads) const {
-    const int64_t rows = x.lines;
-    if (!rows || !w_.lines) return true;
-    const Kernels& k = *chosen;
-    if (!has_codes_kernel(k, kind, rows)) return false;
-    const bool by_dots = rows <= k.step8(kind).most_rows;
-    const int workers = threads_for(rows * w_.lines * w_.length, threads);
-    const int64_t padded = ceil_div(w_.length, 64) * 64, units = padded / 32;
-    float* const memory = codes_scratch.floats(rows * (padded / 4 + units));
-    const Codes8 codes{reinterpret_cast<int8_t*>(memory + rows * units), memory, padded, units};
-    std::atomic<bool> fine{true};
-    parallel_for(ceil_div(rows, 16), workers, [&](int64_t i) {
-      if (!k.pack_codes(x, i * 16, std::min(rows, i * 16 + 16), codes)) fine = false;
-    });
-    if (fine) fine = by_dots ? by_dots8(k, kind, codes, rows, y, workers)
-                             : by_panels8(k, kind, codes, rows, y, workers);
-    x_scratch.forget_if_large();
-    codes_scratch.forget_if_large();
-    return fine;
-  }
-
  private:
-  bool by_dots8(const Kernels& k, const Weight8& kind, const Codes8& codes, int64_t rows,
-                const Output& y, int workers) const {
-    const Step8 step = k.step8(kind);
-    const int64_t steps = ceil_div(codes.padded, step.codes);
-    const int64_t padded_rows = rows % 4 == 3 ? rows + 1 : rows;
-    const int64_t stride = ceil_div(steps * step.codes / 32, 16) * 16 + 16;
-    const int64_t scales = ceil_div(padded_rows * stride, 16) * 16;
-    float* const memory = x_scratch.floats(scales + padded_rows * steps * step.bytes / 4);
-    const Steps x{reinterpret_cast<uint8_t*>(memory + scales), memory, steps, rows, stride};
-    parallel_for(ceil_div(padded_rows, 4), workers, [&](int64_t i) {
-      k.pack_steps(codes, rows, i * 4, std::min(padded_rows, i * 4 + 4), kind, x);
-    });
-    std::atomic<bool> fine{true};
-    // Few tasks: each begins where nothing was asked for ahead.
-    const int64_t lines = std::max<int64_t>(16, ceil_div(w_.lines, 2 * workers));
-    parallel_for(ceil_div(w_.lines, lines), workers, [&](int64_t i) {
-      if (!k.dot8(w_, kind, x, rows, 0, i * lines, std::min(w_.lines, (i + 1) * lines), y))
-        fine = false;
-    });
-    return fine;
-  }
-
-  bool by_panels8(const Kernels& k, const Weight8& kind, const Codes8& codes, int64_t rows,
-                  const Output& y, int workers) const {
-    constexpr int64_t kMostRows = 512;
-    std::atomic<bool> fine{true};
-    for (int64_t m = 0; m < rows && fine; m += kMostRows) {
-      const int64_t some = std::min(kMostRows, rows - m), panels = ceil_div(some, 32);
-      const Codes8 part{codes.codes + m * codes.padded, codes.scales + m * codes.units, codes.padded,
-                        codes.units};
-      const int64_t per_unit = panels * 32 * codes.units;
-      float* const memory = x_scratch.floats(2 * per_unit + panels * 32 * codes.padded / 4);
-      const Panels8 x{reinterpret_cast<uint8_t*>(memory + 2 * per_unit), memory,
-                      reinterpret_cast<int32_t*>(memory + per_unit)};
-      parallel_for(panels, workers,
-                   [&](int64_t i) { k.pack_panels8(part, kind, some, i, i + 1, x); });
-      Output to = y;
-      to.data = static_cast<char*>(y.data) + m * y.row_stride * (y.type == Float::kF32 ? 4 : 2);
-      const int64_t step = k.panel_lines;
-      const int64_t scratch =
-          step * (panels * 32 + 2 * codes.units) + w_.grid_length + 256 + kPanel8Room;
-      parallel_for(ceil_div(w_.lines, step), workers, [&](int64_t i) {
-        if (!k.panel8(w_, kind, part, x, some, 0, i * step, std::min(w_.lines, (i + 1) * step),
-                      task_scratch.floats(scratch), to))
-          fine = false;
-      });
-    }
-    return fine;
-  }
-
-  void multiply(const Activations& a, const Output& y, bool along_k, int64_t first_line,
-                int64_t count, int threads) const {
-    const Kernels& k = *chosen;
-    constexpr int64_t kMostRows = 512;  // as many as the sums of a panel leave in the cache
-    for (int64_t m = 0; m < a.rows; m += kMostRows) {
-      const int64_t rows = std::min(kMostRows, a.rows - m);
-      const int item = a.type == Float::kF32 ? 4 : 2, out_item = y.type == Float::kF32 ? 4 : 2;
-      Activations part = a;
-      part.data = static_cast<const char*>(a.data) + m * a.row_stride * item;
-      part.rows = rows;
-      Output to = y;
-      to.data = static_cast<char*>(y.data) + m * y.row_stride * out_item;
-      const int workers = threads_for(rows * a.columns * (along_k ? count : w_.length), threads);
-      if (!along_k)
-        by_columns(k, part, to, first_line, workers);
-      else if (rows <= k.dot_rows)
-        by_dots(k, part, to, first_line, count, workers);
-      else
-        by_rows(k, part, to, first_line, count, workers);
-    }
-  }
-
-  void by_dots(const Kernels& k, const Activations& a, const Output& y, int64_t first_line,
-               int64_t count, int workers) const {
-    const int64_t stride = ceil_div(a.columns, 64) * 64 + 16;
-    const Packed x{x_scratch.floats(k.dot_rows * stride), stride};
-    k.pack_rows(a, 0, k.dot_rows, x);
-    const int64_t step = std::max<int64_t>(8, ceil_div(count, 16 * workers));
-    parallel_for(ceil_div(count, step), workers, [&](int64_t i) {
-      k.dot(w_, x, a.rows, first_line, i * step, std::min(count, (i + 1) * step), y);
-    });
-  }
-
-  void by_rows(const Kernels& k, const Activations& a, const Output& y, int64_t first_line,
-               int64_t count, int workers) const {
-    const int columns = a.rows <= k.width ? k.width : k.panel_columns;
-    const int64_t panels = ceil_div(a.rows, columns);
-    const Packed x{x_scratch.floats(panels * a.columns * columns), a.columns * columns};
-    parallel_for(panels, workers, [&](int64_t i) { k.pack_panels(a, i, i + 1, columns, x); });
-    const int64_t step = k.panel_lines;
-    const int64_t scratch = step * (k.panel_depth + 16) + step * panels * columns;
-    parallel_for(ceil_div(count, step), workers, [&](int64_t i) {
-      k.panel_rows(w_, x, a.rows, columns, first_line, i * step, std::min(count, (i + 1) * step),
-                   task_scratch.floats(scratch), y);
-    });
-  }
-
-  void by_columns(const Kernels& k, const Activations& a, const Output& y, int64_t first_line,
-                  int workers) const {
-    constexpr int64_t kColumns = 512;
-    const int64_t stride = ceil_div(a.columns, 16) * 16 + 16;
-    const int64_t rows = std::max<int64_t>(a.rows, 4);
-    const Packed x{x_scratch.floats(rows * stride), stride};
-    parallel_for(ceil_div(rows, 16), workers, [&](int64_t i) {
-      k.pack_rows(a, i * 16, std::min(rows, i * 16 + 16), x);
-    });
-    // The fewer lines are cut, the better they are read.
-    const int64_t wide = ceil_div(ceil_div(w_.length, 2 * workers), kColumns) * kColumns;
-    const int64_t step = a.rows > 4 ? kColumns : workers == 1 ? w_.length : wide;
-    const int64_t scratch =
-        std::max(k.panel_depth * kColumns + a.rows * kColumns,
-                 a.rows > 4 ? 0 : 4 * step + 2 * few_grid(w_));
-    parallel_for(ceil_div(w_.length, step), workers, [&](int64_t i) {
-      k.panel_columns_of(w_, x, a.rows, first_line, a.columns, i * step,
-                         std::min(w_.length, (i + 1) * step), task_scratch.floats(scratch), y);
-    });
-  }
-
   void set_data() {
     require(data_.dtype() == nb::dtype<uint8_t>() && data_.ndim() >= 1, "codes are uint8");
     w_.data = static_cast<const uint8_t*>(data_.data());
@@ -432,38 +198,16 @@ class Matrix {
     w_.size_bytes = static_cast<size_t>((lines - 1) * apart + bytes);
   }
 
-  void set_table(const std::vector<uint32_t>& minifloat) {
-    if (w_.kind == Kind::kTable16 || w_.kind == Kind::kTable256) {
-      require(table_ && table_->dtype() == nb::dtype<float>() && is_contiguous(*table_) &&
-                  static_cast<int64_t>(table_->size()) >= (int64_t{1} << w_.value_bits),
-              "a table holds a contiguous float32 for every code");
-      require(w_.kind != Kind::kTable16 || w_.value_bits <= 4, "a small table has up to 16 entries");
-      w_.table = static_cast<const float*>(table_->data());
-    }
-    if (w_.kind == Kind::kTable16) require(w_.bits <= 4 || w_.bits == 8, "no such store");
-    if (w_.kind != Kind::kTable16) require(w_.bits >= 5, "no such store");
-    if (w_.kind == Kind::kMinifloat) {
-      require(minifloat.size() == 6, "a minifloat is six numbers");
-      w_.minifloat = {minifloat[0], minifloat[1], static_cast<int>(minifloat[2]),
-                      static_cast<int>(minifloat[3]), static_cast<float>(minifloat[4]), minifloat[5]};
-      require_minifloat();
-    }
+  void set_table() {
+    if (!has_table(w_)) return;
+    require(table_ && table_->dtype() == nb::dtype<float>() && is_contiguous(*table_) &&
+                static_cast<int64_t>(table_->size()) >= (int64_t{1} << w_.value_bits),
+            "a table holds a contiguous float32 for every code");
+    w_.table = static_cast<const float*>(table_->data());
   }
 
-  // Those whose numbers the kernels know: e2m3, e3m2, e4m3 and e5m2.
-  void require_minifloat() const {
-    const Minifloat& m = w_.minifloat;
-    const bool is_small = w_.value_bits == 6, has_three = m.rest_shift == 7;
-    const uint32_t sign = 1u << (w_.value_bits - 1);
-    const float power = is_small ? (has_three ? 16384.0f : 4096.0f) : has_three ? 256.0f : 1.0f;
-    require((is_small || w_.value_bits == 8) && (has_three || m.rest_shift == 8) &&
-                m.sign_mask == sign && m.rest_mask == sign - 1 && m.power == power &&
-                m.sign_shift == 16 - w_.value_bits &&
-                m.nan_code == (!is_small && has_three ? 0x7fu : 0u),
-            "no such minifloat");
-  }
-
-  Grid grid(nb::handle part, int number, int64_t rows) {
+  Grid grid(nb::handle part, int number) {
+    const int64_t rows = w_.grid_rows;
     Grid made;
     if (nb::isinstance<Matrix>(part)) {
       made.number = Number::kNested;
@@ -475,13 +219,11 @@ class Matrix {
       require(depth_ <= kMostLevels, "scales of scales of scales: too many levels");
       return made;
     }
-    require(number >= 0 && number < static_cast<int>(Number::kNested), "unknown scale type");
-    made.number = static_cast<Number>(number);
+    made.number = number_of(number);
     Array array;
     require(nb::try_cast(part, array), "scales are an array or a Matrix");
     kept_.push_back(array);
-    const int bits = made.number == Number::kF32 ? 32 : made.number <= Number::kBF16 ? 16 : 8;
-    require(array.dtype().bits == bits && is_contiguous(array) &&
+    require(array.dtype().bits == bits_of(made.number) && is_contiguous(array) &&
                 static_cast<int64_t>(array.size()) == rows * w_.grid_length,
             "the scales do not fit the blocks");
     made.data = static_cast<const uint8_t*>(array.data());
@@ -494,7 +236,6 @@ class Matrix {
   std::optional<Array> table_, tensor_scale_;
   nb::object scales_, offsets_;  // kept alive, as these are: the weight points into them
   std::vector<Array> kept_;
-  static constexpr int kMostLevels = 8;  // decoding nests as deep as its scales do
   int depth_ = 0;
 };
 
@@ -518,6 +259,8 @@ T* pointer(const A& array, int64_t size, const char* what) {
           what);
   return static_cast<T*>(const_cast<void*>(static_cast<const void*>(array.data())));
 }
+
+thread_local Scratch rounded_scratch;
 
 // What becomes of a number, as Python says it.
 class Coder {
@@ -562,8 +305,8 @@ class Coder {
     const Weight8 kind = bytes.kind();
     const Output y = weight.check_codes(w, kind, out);
     nb::gil_scoped_release release;
+    if (!has_codes_kernel(kind, rows)) return false;
     const Kernels& k = *chosen;
-    if (!Matrix::has_codes_kernel(k, kind, rows)) return false;
     const int workers = threads_for(rows * w.length, threads);
     const int64_t step = std::max<int64_t>(16, (1 << 16) / w.length / 16 * 16);
     const int64_t tasks = ceil_div(rows, step), grid = rows * w.grid_length;
@@ -587,7 +330,7 @@ class Coder {
       w.size_bytes = static_cast<size_t>(rows * w.length);
       w.line_bytes = w.length;
       w.scale = {Number::kF32, reinterpret_cast<const uint8_t*>(memory), grid, nullptr, nullptr};
-      done = weight.multiply_codes(w, kind, y, threads);
+      done = multiply_codes(weight.stored(), w, kind, y, threads);
     }
     rounded_scratch.forget_if_large();
     return done;
@@ -643,8 +386,7 @@ class Coder {
     require(blocks == w.lines * w.grid_length, "a block may not span lines here");
     require(number >= 0 && number <= static_cast<int>(Number::kE4M3) && range > 0, "unknown scales");
     Scales to{scales.data(), static_cast<Number>(number), range};
-    const int bits = to.number == Number::kF32 ? 32 : to.number <= Number::kBF16 ? 16 : 8;
-    require(static_cast<int64_t>(scales.size()) == blocks && scales.dtype().bits == bits &&
+    require(static_cast<int64_t>(scales.size()) == blocks && scales.dtype().bits == bits_of(to.number) &&
                 is_contiguous(Array(scales)),
             "a scale per block is wanted");
     const Codes data = codes(out, w);
