@@ -14,22 +14,11 @@ import pytest
 
 import polyquant as pq
 from polyquant import conform
-from polyquant.scheme import scheme as as_scheme
 
 torch = pytest.importorskip("torch")
+from cuda_products import MMA, conversions, floats, products, quantized  # noqa: E402 (torch may be missing)
 
-DEVICE = "torch:cuda:0"
-MMA = "torch.nvrtc.mma"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-
-
-def _float(*shape: int, seed: int = 1, kind: Any = torch.bfloat16) -> Any:
-    made = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, device="cuda", generator=made).to(kind)
-
-
-def _weight(scheme: str, *shape: int) -> Any:
-    return conform._input(as_scheme(scheme), shape, "normal", "float32").reference().to(DEVICE)
 
 
 def _error(y: Any, a: Any, b: Any) -> str:
@@ -46,7 +35,7 @@ def _error(y: Any, a: Any, b: Any) -> str:
 @pytest.mark.parametrize("scheme", ["q4s-32", "nf4-double", "nvfp4"])
 def test_a_weight_of_more_than_two_to_the_31_elements(scheme: str) -> None:
     n, k = 66000, 32768
-    x = _float(n, k)
+    x = floats(n, k)
     q = pq.quantize(x, scheme)
     assert q.size > 2**31
     ends = (slice(0, 40), slice(n - 40, n))
@@ -60,7 +49,7 @@ def test_a_weight_of_more_than_two_to_the_31_elements(scheme: str) -> None:
     at = torch.tensor([0, n - 1, 65536, 65535], device="cuda")
     assert torch.equal(pq.ops.embedding(at, q), torch.stack([q[int(i)].dequantize() for i in at]))
     for m in (1, 9, 40):
-        given = _float(m, k, seed=m)
+        given = floats(m, k, seed=m)
         y = pq.matmul(given, q.mT, kernel=MMA)
         for rows in ends:
             assert not _error(y[:, rows], given, q[rows].mT)
@@ -69,7 +58,7 @@ def test_a_weight_of_more_than_two_to_the_31_elements(scheme: str) -> None:
 @pytest.mark.parametrize("kernel", [MMA, "torch.triton.cublas"])
 def test_a_product_of_more_than_two_to_the_31_elements(kernel: str) -> None:
     m, n, k = 4096, 525000, 64
-    x, q = _float(m, k), _weight("q4s-32", n, k)
+    x, q = floats(m, k), quantized("q4s-32", n, k)
     y = pq.matmul(x, q.mT, kernel=kernel)
     assert y.numel() > 2**31
     for rows, columns in ((slice(0, 70), slice(0, 70)), (slice(m - 70, m), slice(n - 70, n))):
@@ -79,7 +68,7 @@ def test_a_product_of_more_than_two_to_the_31_elements(kernel: str) -> None:
 
 
 def test_rows_of_more_than_two_to_the_31_elements() -> None:
-    q = _weight("q4s-32", 1000, 4096)
+    q = quantized("q4s-32", 1000, 4096)
     at = torch.arange(530000, device="cuda") % 1000
     rows = pq.ops.embedding(at, q)
     if rows.dtype is torch.float32:
@@ -90,20 +79,20 @@ def test_rows_of_more_than_two_to_the_31_elements() -> None:
 @pytest.mark.parametrize("scheme", ["q4s-32", "nf4", "q8s-row"])
 def test_empty_operands(scheme: str) -> None:
     for m, n, k in ((0, 40, 64), (3, 0, 64), (3, 40, 0), (0, 0, 0)):
-        q = _weight(scheme, n, k)
-        y = pq.matmul(_float(m, k), q.mT)
+        q = quantized(scheme, n, k)
+        y = pq.matmul(floats(m, k), q.mT)
         assert y.shape == (m, n)
         assert not y.any()
         assert q.dequantize("bfloat16").shape == (n, k)
-    batches = _weight(scheme, 0, 40, 64)
-    assert pq.matmul(_float(0, 2, 64), batches.mT).shape == (0, 2, 40)
+    batches = quantized(scheme, 0, 40, 64)
+    assert pq.matmul(floats(0, 2, 64), batches.mT).shape == (0, 2, 40)
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "u4/32:f16-zero:u4"])
 def test_every_number_of_rows_up_to_300(scheme: str) -> None:
-    q = _weight(scheme, 72, 160)
+    q = quantized(scheme, 72, 160)
     values = q.dequantize("float32")
-    x = _float(300, 160)
+    x = floats(300, 160)
     exact = (x.double() @ values.double().T).cpu().numpy()
     size = (x.double().abs() @ values.double().abs().T).cpu().numpy()
     for m in range(1, 301):
@@ -118,11 +107,11 @@ def test_every_number_of_rows_up_to_300(scheme: str) -> None:
 @pytest.mark.parametrize("order", ["in, out", "out, in"])
 def test_batches_of_stride_zero(order: str) -> None:
     for m in (1, 9, 40, 100):
-        stack = _weight("q4s-32", 3, 96, 160)
+        stack = quantized("q4s-32", 3, 96, 160)
         weight = stack.mT if order == "out, in" else stack
-        x = _float(1, m, weight.shape[-2]).expand(3, m, -1)
+        x = floats(1, m, weight.shape[-2]).expand(3, m, -1)
         assert not _error(pq.matmul(x, weight), x, weight)
-        one = _weight("q4s-32", 96, 160)
+        one = quantized("q4s-32", 96, 160)
         one = one.mT if order == "out, in" else one
         for view in (x, x[:, :1].expand(3, m, -1)):
             assert not _error(pq.matmul(view, one), view, one)
@@ -133,53 +122,15 @@ def test_batches_of_stride_zero(order: str) -> None:
 # -- repetition -------------------------------------------------------------------------------
 
 
-def _products() -> dict[str, Callable[[], Any]]:
-    """One call a kernel and a way to cut it."""
-    k = 1056
-    out_in, tables = _weight("q4s-32", 257, k).mT, _weight("nf4", 257, k).mT
-    in_out = _weight("q4s-32", k, 256)
-    found = {f"mma {m}": (_float(m, k), out_in, MMA) for m in (1, 9, 31, 50, 130, 300)}
-    found |= {f"table {m}": (_float(m, k), tables, MMA) for m in (2, 200)}
-    found |= {f"in, out {m}": (_float(m, k), in_out, MMA) for m in (1, 20)}
-    found["cublas"] = (_float(300, k), out_in, "torch.triton.cublas")
-    for left, right, kernel in (
-        ("q8s-row", "q8s-row", "torch.nvrtc.pairs"),
-        ("q8s-32", "q4s-32", "torch.nvrtc.pairs"),
-        ("fp8-row", "fp8-row", "torch.nvrtc.pairs"),
-        ("q8s-row", "q8s-row", "torch.triton.int8"),
-        ("e4m3/1x128:f32", "fp8-128x128", "torch.triton.fp8"),
-        ("fp8-row", "mxfp4", "torch.cublas.bf16"),
-    ):
-        right_hand = _weight(right, 256, 1024).mT
-        found[f"{left} x {right} {kernel}"] = (_weight(left, 8, 1024), right_hand, kernel)
-    return {
-        name: lambda a=a, b=b, kernel=kernel: pq.matmul(a, b, kernel=kernel)
-        for name, (a, b, kernel) in found.items()
-    }
-
-
-def _conversions() -> dict[str, Callable[[], Any]]:
-    x, q = _float(300, 1056), _weight("nf4-double", 300, 1056)
-    rows = torch.randint(0, 300, (50,), device="cuda")
-    found: dict[str, Callable[[], Any]] = {
-        f"quantize {scheme}": lambda scheme=scheme: pq.quantize(x, scheme).data
-        for scheme in ("q4s-32", "q8s-row", "nvfp4", "fp8-128x128", "q8s-tensor", "nf4-double")
-    }
-    return found | {
-        "dequantize": lambda: q.dequantize("bfloat16"),
-        "embedding": lambda: pq.ops.embedding(rows, q),
-    }
-
-
 def test_results_do_not_move_between_runs() -> None:
-    for name, call in (_products() | _conversions()).items():
+    for name, call in (products() | conversions()).items():
         first = call()
         for _ in range(50):
             assert torch.equal(call(), first), name
 
 
 def test_two_streams_at_once() -> None:
-    calls = list((_products() | _conversions()).values())
+    calls = list((products() | conversions()).values())
     expected = [call() for call in calls]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -195,9 +146,53 @@ def test_two_streams_at_once() -> None:
                 assert torch.equal(y, expected[place - i])
 
 
+@pytest.mark.parametrize("scheme", ["q4s-32", "nf4", "fp8-row"])
+@pytest.mark.parametrize("m", [1, 9, 40, 200])
+def test_a_chain_of_products(m: int, scheme: str) -> None:
+    """Each begins while the one before, which writes its rows, still runs."""
+    weights = [pq.quantize(floats(1024, 1024, seed=i) / 32, scheme).mT for i in range(3)]
+    _assert_chain(lambda x, i: pq.matmul(x, weights[i % 3]), floats(m, 1024))
+
+
+@pytest.mark.parametrize(
+    ("activations", "scheme"),
+    [("q8s-row", "q8s-row"), ("q8s-32", "q4s-32"), ("e4m3/1x128:f32", "fp8-128x128")],
+)
+@pytest.mark.parametrize("m", [4, 130])
+def test_a_chain_of_quantized_rows(m: int, activations: str, scheme: str) -> None:
+    weights = [pq.quantize(floats(1024, 1024, seed=i) / 32, scheme).mT for i in range(3)]
+
+    def step(x: Any, i: int) -> Any:
+        rows = pq.quantize(x, activations, nonfinite="saturate")  # waits for nothing
+        return pq.matmul(rows, weights[i % 3], out_dtype="bfloat16")
+
+    _assert_chain(step, floats(m, 1024))
+
+
+def _assert_chain(step: Callable[[Any, int], Any], x: Any) -> None:
+    """Steps that follow each other give what they give one by one, each waited for."""
+
+    def chain(*, waits: bool) -> Any:
+        y = x
+        for i in range(24):
+            y = step(y, i)
+            if waits:
+                torch.cuda.synchronize()
+        return y
+
+    expected = chain(waits=True)
+    assert expected.float().std() > 0.1
+    for _ in range(20):
+        assert torch.equal(chain(waits=False), expected)
+    graph, y = _captured(lambda: chain(waits=False))
+    for _ in range(5):
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
 def test_two_threads_at_once() -> None:
     def work(seed: int) -> None:
-        x = _float(300, 1056, seed=seed)
+        x = floats(300, 1056, seed=seed)
         with torch.cuda.stream(torch.cuda.Stream()):
             for i in range(20):
                 m = (1, 9, 40, 200)[i % 4]
@@ -229,9 +224,9 @@ def _captured(call: Callable[[], Any]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("scheme", ["q4s-32", "nf4-double", "nvfp4", "fp8-128x128", "q8s-row"])
 def test_quantizing_in_a_graph(scheme: str) -> None:
-    x = _float(256, 384)
+    x = floats(256, 384)
     graph, q = _captured(lambda: pq.quantize(x, scheme))
-    x.copy_(_float(256, 384, seed=7) * 3)
+    x.copy_(floats(256, 384, seed=7) * 3)
     graph.replay()
     assert not conform._parts_differ(q, pq.quantize(x, scheme).to("numpy"))
     x[3, 5] = float("nan")
@@ -242,11 +237,11 @@ def test_quantizing_in_a_graph(scheme: str) -> None:
 
 @pytest.mark.parametrize("activations", ["q8s-row", "fp8-row"])
 def test_activations_quantized_in_a_graph(activations: str) -> None:
-    weight = _weight(activations, 256, 512)
+    weight = quantized(activations, 256, 512)
     for m in (4, 130):
-        x = _float(m, 512)
+        x = floats(m, 512)
         graph, y = _captured(lambda x=x: pq.linear(x, weight, activations=activations))
-        x.copy_(_float(m, 512, seed=5))
+        x.copy_(floats(m, 512, seed=5))
         graph.replay()
         assert torch.equal(y, pq.linear(x, weight, activations=activations))
 
@@ -254,7 +249,7 @@ def test_activations_quantized_in_a_graph(activations: str) -> None:
 @pytest.mark.parametrize("scheme", ["q4s-32", "nf4-double", "fp8-128x128"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_custom_ops_compiled(scheme: str) -> None:
-    x, weight = _float(256, 384), _weight(scheme, 256, 384)
+    x, weight = floats(256, 384), quantized(scheme, 256, 384)
 
     def model(x: Any) -> Any:
         return pq.linear(x, weight), pq.quantize(x, scheme).dequantize()
