@@ -78,3 +78,26 @@ def test_products_in_rules_of_others_are_turned_around(kind: str) -> None:
         np.testing.assert_allclose(host(found).astype("float32"), wanted, rtol=rtol, atol=4 * rtol)
     found = jax.linear_transpose(lambda x: x @ q.T, x)(jnp.ones((ROWS, N), kind))[0]
     np.testing.assert_allclose(host(found).astype("float32"), wanted, rtol=rtol, atol=4 * rtol)
+
+
+SHAPES = (((3, 64), (2, 64, 16)), ((2, 3, 64), (2, 64, 16)), ((64,), (2, 64, 16)),
+          ((5, 1, 3, 64), (2, 64, 16)))  # fmt: skip
+
+
+@pytest.mark.parametrize(("of_x", "of_weight"), SHAPES, ids=str)
+def test_products_with_several_weights_are_turned_around(of_x: Any, of_weight: Any) -> None:
+    rng = np.random.default_rng(0)
+    q = pq.quantize(rng.normal(size=of_weight).astype(np.float32).mT, "q4s").to("jax").mT
+    x = jnp.asarray(rng.normal(size=(7, *of_x)), jnp.float32)
+    values = host(q.dequantize())
+
+    def run(x: Any) -> Any:
+        return product_by(KERNEL, x, q, jnp.dtype("float32"))
+
+    wanted = [np.matmul(rows, values) for rows in host(x)]
+    close(jax.vmap(run)(x), wanted)
+    close(jax.jit(jax.vmap(jax.vmap(run)))(x[None]), [wanted])
+    ones = jnp.ones((7, *wanted[0].shape))
+    (back,) = jax.linear_transpose(jax.vmap(run), x)(ones)
+    (plain,) = jax.linear_transpose(jax.vmap(lambda x: jnp.matmul(x, values)), x)(ones)
+    close(back, host(plain))

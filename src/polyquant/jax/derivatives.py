@@ -216,8 +216,8 @@ def _product(a: Any, b: Any, kind: Any, activations: QuantScheme | None) -> Arra
     is_watched = is_transformed(owner, left, b)
     problem = matmul_problem(left, b, device_among(owner, left, b), transformed=is_watched)
     kernel = choose(owner.name, problem, below=BELOW)
-    is_by_rows = not isinstance(left, QTensor) and isinstance(b, QTensor) and b.ndim == 2
-    if is_watched and is_by_rows and kernel.name.startswith(OPAQUE):
+    is_of_rows = not isinstance(left, QTensor) and isinstance(b, QTensor)
+    if is_watched and is_of_rows and kernel.name.startswith(OPAQUE):
         return product_by(kernel, left, b, kind)
     made: Array = kernel.run(left, b, kind)
     return made

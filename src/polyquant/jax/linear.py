@@ -25,7 +25,7 @@ _product_p = Primitive("polyquant_product")
 
 
 def product_by(kernel: Kernel, x: Array, weight: QTensor, kind: Any) -> Array:
-    """``kernel.run(x, weight, kind)`` for x (..., k) and weight (k, n), linear in ``x`` to JAX."""
+    """``kernel.run(x, weight, kind)``, linear in ``x`` to JAX. Shapes are those of ``matmul``."""
     leaves, structure = jax.tree.flatten(weight)
     facts = {"structure": structure, "kernel": kernel, "kind": kind, "stacks": ()}
     made: Array = _product_p.bind(x, *leaves, **facts)
@@ -57,24 +57,29 @@ def _turned(
     of_result: Array, x: Any, *leaves: Array, structure: Any, stacks: Any, **_: Any
 ) -> list[Any]:
     """The change of ``x``: that of the result times the decoded weight."""
+    plain = jax.ShapeDtypeStruct(x.aval.shape[len(stacks) :], x.aval.dtype)
 
-    def run(of_result: Array, *leaves: Array) -> Array:
+    def run(of_result: Array, *leaves: Array) -> Any:
         values = standard.dequantize(jax.tree.unflatten(structure, leaves), jnp.float32)
-        made: Array = matmul(of_result.astype(jnp.float32), values.T).astype(x.aval.dtype)
-        return made
+        turned = jax.linear_transpose(lambda x: matmul(x.astype(jnp.float32), values), plain)
+        return turned(of_result.astype(jnp.float32))[0]
 
     return [_each(run, stacks)(of_result, *leaves), *(None for _ in leaves)]
 
 
-def _mapped(args: Any, axes: Any, *, stacks: Any, **facts: Any) -> tuple[Array, int]:
+def _mapped(
+    args: Any, axes: Any, *, structure: Any, stacks: Any, **facts: Any
+) -> tuple[Array, int]:
     """More rows; or a stack of products, of which the kernel's own parts make what they can."""
     (x, *leaves), (of_x, *of_leaves) = args, axes
     if of_x is None:
         sizes = [leaf.shape[i] for leaf, i in zip(leaves, of_leaves, strict=True) if i is not None]
         x, of_x = jnp.broadcast_to(x, (sizes[0], *x.shape)), 0
-    if stacks or any(axis is not None for axis in of_leaves):
+    is_one = not stacks and all(axis is None for axis in of_leaves)
+    if not is_one or jax.tree.unflatten(structure, leaves).ndim > 2:  # axes of x may be a batch's
         stacks = (tuple(of_leaves), *stacks)
-    return _product_p.bind(jnp.moveaxis(x, of_x, 0), *leaves, stacks=stacks, **facts), 0
+    facts |= {"structure": structure, "stacks": stacks}
+    return _product_p.bind(jnp.moveaxis(x, of_x, 0), *leaves, **facts), 0
 
 
 _product_p.def_impl(_run)
