@@ -119,6 +119,19 @@ def test_batches_of_stride_zero(order: str) -> None:
         assert not _error(pq.matmul(x, wide), x, wide)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_views_whose_sign_is_a_flag(kind: Any) -> None:
+    weight = quantized("q4s-32", 96, 160).mT
+    one = torch.complex(*torch.randn(2, 1, device="cuda")).conj().imag
+    for x in (one, *(torch._neg_view(floats(m, 160, kind=kind)) for m in (1, 9, 40))):
+        assert x.is_neg() and x.is_contiguous()
+        if x is not one:
+            assert torch.equal(pq.matmul(x, weight), pq.matmul(x.clone(), weight))
+        for scheme in ("q4s-32", "q8s-tensor"):
+            wanted = pq.quantize(x.clone(), scheme).to("numpy")
+            assert not conform._parts_differ(pq.quantize(x, scheme), wanted)
+
+
 # -- repetition -------------------------------------------------------------------------------
 
 

@@ -115,6 +115,7 @@ def _quantize(
     x: torch.Tensor, scheme: QuantScheme, calibration: str, params: Params | None, how: _How
 ) -> QTensor:
     values = (x.to(torch.float32) if x.dtype is torch.float64 else x).contiguous()
+    values = values.resolve_neg()  # kernels read bytes; a view's sign may be in its flags
     shape = tuple(x.shape)
     stride = line_size_bytes(shape[-1] if shape else 1, scheme.bits, scheme.store)
     data = torch.empty((*shape[:-1], stride), dtype=torch.uint8, device=x.device)

@@ -39,6 +39,7 @@ def matmul(x: torch.Tensor, weight: QTensor, dtype: torch.dtype) -> torch.Tensor
     """
     shape = weight.shape
     (k, n), batch = shape[-2:], shape[:-2]
+    x = x.resolve_neg()  # kernels read bytes; a view's sign may be in its flags
     if not batch:
         rows = x if x.ndim == 2 else x.reshape(-1, k)
     elif x.ndim > 1 and torch.broadcast_shapes(x.shape[:-2], batch) == batch:
