@@ -442,6 +442,37 @@ def test_batches_of_weights(scheme: str, order: str) -> None:
             assert not conform.product_error(host, left, right, "bfloat16", "bfloat16")
 
 
+@pytest.mark.parametrize("by_n", [False, True])
+@pytest.mark.parametrize(("batch", "m"), [(65_535, 8), (65_536, 8), (200_000, 3), (40_000, 100)])
+def test_plans_of_many_products_fit_a_grid(batch: int, m: int, by_n: bool) -> None:
+    from polyquant.backends.nvidia import Gpu, planning
+
+    gpu, scheme = Gpu("NVIDIA H200", (9, 0), 232448, 132), as_scheme("q4s-32")
+    for entering in ("bfloat16", "float32") if m < 64 else ("bfloat16",):
+        rows = m * planning.PLANES[entering]
+        tiles = planning.tiles_for(scheme, (m, 96, 64), entering, gpu, by_n=by_n)
+        shapes = planning.Shapes((batch, 96, 64), by_n, batch, rows)
+        made = planning.plan(
+            scheme, shapes, (entering, entering), planning.Grids(0, 0, (16, 16, 1)), tiles, gpu
+        )
+        all_tiles = -(-rows // (8 * tiles.nt)) * batch
+        assert made.grid[1] <= 65_535 and made.blocks[1] == made.blocks[0] * all_tiles
+        assert tiles.by_warps or made.grid[0] * made.grid[1] == made.blocks[1]
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+@pytest.mark.parametrize("order", ["in, out", "out, in"])
+def test_more_products_than_an_axis_of_a_grid_has_room_for(order: str, kind: str) -> None:
+    torch.manual_seed(12)
+    q = pq.quantize(torch.randn(66_000, 32, 64, device="cuda"), "q4s-32")
+    weight = q if order == "in, out" else q.mT
+    x = torch.randn(66_000, 3, weight.shape[1], device="cuda", dtype=getattr(torch, kind))
+    y = pq.matmul(x, weight)
+    for i in (0, 1, 7, 65_534, 65_535, 65_536, 65_999):
+        assert not _error(y[i], x[i], weight[i].dequantize("float64").mT)
+
+
 @needs_gpu
 def test_a_thread_that_has_no_context() -> None:
     from concurrent.futures import ThreadPoolExecutor

@@ -357,6 +357,11 @@ struct Operands {
   int m, n, k, xk, chunks, code_line, scale_line, offset_line, block_rows, m_tiles;
 };
 
+// Where a block of threads is: along lines of the weight, and among tiles of rows of x of all products.
+// Of more tiles than the grid's axis y has room for (BATCHED 2) the axes change places.
+__device__ __forceinline__ int line_block() { return BATCHED == 2 ? blockIdx.y : blockIdx.x; }
+__device__ __forceinline__ int row_tile() { return BATCHED == 2 ? blockIdx.x : blockIdx.y; }
+
 // One product of a batch: `y` counts tiles of its rows of x, then products.
 __device__ __forceinline__ Operands of_batch(const Operands& p, int y) {
   if constexpr (!BATCHED) return p;
@@ -618,7 +623,7 @@ __device__ __forceinline__ void finish(const Operands& p, const float* sums, int
   constexpr int QUADS = ROWS * WN / 4;  // of rows
   static_assert(WORKERS % QUADS == 0, "a thread keeps to its rows");
   const int thread = threadIdx.x + blockIdx.z * WORKERS, row = thread % QUADS * 4;
-  const int n = blockIdx.x * (ROWS * WN) + row;
+  const int n = line_block() * (ROWS * WN) + row;
   const float whole = scale_of_all(p, undo);
   float scales[4];
 #pragma unroll

@@ -59,15 +59,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   extern __shared__ __align__(16) u8 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int slice = warp / WN, across = warp % WN, g = lane / 4, t = lane % 4;
-  const int first = blockIdx.x * (ROWS * WN) + across * ROWS;
-  const int first_m = first_row(p, blockIdx.y), m_here = min(p.m - first_m, COLUMNS);
+  const int first = line_block() * (ROWS * WN) + across * ROWS;
+  const int first_m = first_row(p, row_tile()), m_here = min(p.m - first_m, COLUMNS);
   u32* lut = (u32*)shared;
   u8* stages = shared + LUT_BYTES + slice * STAGES * SLICE_STAGE;
   const u32 magic = both(INTEGERS ? SIGN : MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
   float undo = UNIT;
 
-  const Weight weight(of_batch(p, blockIdx.y), first, lane);
-  const Activations<32 * WN> x(of_batch(p, blockIdx.y), first_m, m_here, across * 32 + lane);
+  const Weight weight(of_batch(p, row_tile()), first, lane);
+  const Activations<32 * WN> x(of_batch(p, row_tile()), first_m, m_here, across * 32 + lane);
   auto place = [](int row, int piece) { return row * X_PITCH + piece * 16; };
   auto x_of = [&](int stage) { return shared_address(stages) + stage * SLICE_STAGE; };
   auto codes_of = [&](int stage) { return x_of(stage) + X_STAGE + across * WARP_STAGE; };
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++)
     if (s < count) weight.fetch(codes_of(s), first_chunk + s * apart, lane);
-  if (lane < RT) announce_scales(of_batch(p, blockIdx.y), first + 16 * lane);
+  if (lane < RT) announce_scales(of_batch(p, row_tile()), first + 16 * lane);
   if constexpr (KIND == LOOKUP) {
     undo = build_lut(lut, p.table);
     __syncthreads();
@@ -206,5 +206,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   float* sums = (float*)(shared + LUT_BYTES);
 #pragma unroll
   for (int r = 0; r < RT; r++) put_sums(sums, acc[r], slice, across * ROWS + 16 * r, m_here, lane);
-  finish(of_batch(p, blockIdx.y), sums, first_m, m_here, undo);
+  finish(of_batch(p, row_tile()), sums, first_m, m_here, undo);
 }

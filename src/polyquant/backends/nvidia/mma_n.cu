@@ -38,20 +38,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   extern __shared__ __align__(16) u8 shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int slice = warp / WN, across = warp % WN, member = across * 32 + lane;
-  const int first_m = first_row(p, blockIdx.y), m_here = min(p.m - first_m, COLUMNS);
+  const int first_m = first_row(p, row_tile()), m_here = min(p.m - first_m, COLUMNS);
   u32* lut = (u32*)shared;
   u8* stages = shared + LUT_BYTES + slice * STAGES * STAGE;
   const u32 sign = both(SIGN) | (u32)(p.m >> 31);  // a constant that none can see
   float undo = UNIT;
 
-  const Operands mine = of_batch(p, blockIdx.y);
+  const Operands mine = of_batch(p, row_tile());
   const Activations<32 * WN> x(mine, first_m, m_here, member);
   auto place = [](int row, int piece) { return row * X_PITCH + piece * 16; };
   auto stage_at = [&](int stage) { return shared_address(stages) + stage * STAGE; };
   auto fetch_codes = [&](u32 to, int chunk) {
     constexpr int PIECES = LINE_BYTES / CODE_PIECE, EACH = 16 / CODE_PIECE, APART = 32 * WN / PIECES;
     static_assert(32 * WN % PIECES == 0, "a thread keeps its place along the line");
-    const int piece = member % PIECES, byte = blockIdx.x * LINE_BYTES + piece * CODE_PIECE;
+    const int piece = member % PIECES, byte = line_block() * LINE_BYTES + piece * CODE_PIECE;
     const u8* from = mine.codes + (chunk * CHUNK + member / PIECES) * p.code_stride + byte;
 #pragma unroll
     for (int i = 0; i < CHUNK / APART; i++, from += APART * p.code_stride) {
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
     }
   };
 
-  const int first_n = (blockIdx.x * WN + across) * 64 + 8 * g;
+  const int first_n = (line_block() * WN + across) * 64 + 8 * g;
   const long long block = min(first_n, p.n - 1) / BLOCK;
   // Scales of a thread's lines of a chunk, and four zero points in a word.
   auto numbers_at = [&](int k, float (*scales)[4], u32* zeros) {

@@ -37,6 +37,8 @@ PLANES = MappingProxyType({"float32": 3, "float16": 1, "bfloat16": 1})
 TOGETHER = 64
 #: A table's pairs of entries, 32 times: see LUT_BYTES in codes.cuh.
 TABLE_BYTES = 256 * 32 * 4
+#: What the axes y and z of a grid have room for.
+_MOST_Y = 65_535
 #: Tiles of 64 values of k of x that wgmma.cu holds at least.
 _X_LEAST = 4
 
@@ -204,6 +206,8 @@ def plan(
         if shared <= most or tiles == tiles.smaller():
             break
         tiles = tiles.smaller()
+    grid, numbers_of_shape = _extents(scheme, shapes, grids, tiles)
+    is_crowded = grid[1] > _MOST_Y
     line_step = step_of(8 * tiles.wn * bits if by_n else tiles.chunk * bits // 8)
     numbers = {
         "F16": int(entering == "float16"),
@@ -220,7 +224,7 @@ def plan(
         "X_ROWS": x_rows,
         "PLANES": PLANES[entering],
         "OUT": OUT[out],
-        "BATCHED": int(batch > 1),
+        "BATCHED": 2 if is_crowded else int(batch > 1),
         **{name.upper(): each for name, each in tiles._asdict().items()},
     }
     before, sources = "", ["codes.cuh", "few.cuh", "mma_n.cu" if by_n else "mma.cu"]
@@ -234,10 +238,11 @@ def plan(
     options = tuple(f"{name}={each}" for name, each in numbers.items())
     threads = 32 * (tiles.wn * tiles.wk + 4 * tiles.wide)
     code = Code(tuple(sources), options, before)
-    grid, numbers_of_shape = _extents(scheme, shapes, grids, tiles)
     blocks = grid[0], grid[0] * grid[1]
     if tiles.by_warps:  # as many as run at once: each takes one tile after the other
         grid = (min(blocks[1], gpu.processors * tiles.blocks), 1, 1)
+    elif is_crowded:
+        grid = (blocks[1], 1, tiles.kc) if tiles.wide else (grid[1], grid[0], tiles.kc)
     map_rows = 8 * tiles.nt if tiles.wide else 0
     return Plan(code, threads, shared, grid, blocks, numbers_of_shape, map_rows)
 

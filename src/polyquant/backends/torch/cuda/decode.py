@@ -258,8 +258,8 @@ def decode_kernel(
 @triton.jit
 def split_kernel(x_ptr, out_ptr, k, padded, stride, TILE: tl.constexpr):
     """A line of float32 as three lines of bf16 that add up to it, zeros behind."""
-    row = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)  # the grid's other axis ends at 65,535
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     rest = tl.load(x_ptr + row * stride + at, mask=at < k, other=0.0)
     is_finite = tl.abs(rest) < float("inf")
     out = out_ptr + row * 3 * padded + at
@@ -357,7 +357,7 @@ def split_planes(x: torch.Tensor) -> torch.Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     padded = -(-k // 8) * 8
     out = torch.empty((3 * m, padded), dtype=torch.bfloat16, device=x.device)
-    split_kernel[(-(-padded // 1024), m)](x, out, k, padded, x.stride(0), TILE=1024)
+    split_kernel[(m, -(-padded // 1024))](x, out, k, padded, x.stride(0), TILE=1024)
     return out
 
 
