@@ -10,6 +10,13 @@ of its own. GB/s count the stored weight, and are set against what the same proc
     python benchmarks/cpu.py --quick         # one shape, M = 1 and 16
     python benchmarks/cpu.py --only q4s-32 --threads 1 --target avx2
     python benchmarks/cpu.py --merge some.json more.json    # runs in pieces, as one
+    python benchmarks/cpu.py --add --seconds 60 --best      # what the results lack; again for more
+
+With --add every scheme is a process of its own, whose products are in --out before the next begins;
+one in which NumPy took unusually long counts as lacking. With --best a bar has one rival: the one
+that was the quickest so far. With several threads a product has a gain: what as many loops of dot
+products did just before, over what one does (cpu_measure.Yardstick). Where that was little for any
+of its contenders, it counts as lacking too.
 """
 
 from __future__ import annotations
@@ -18,11 +25,14 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,6 +45,10 @@ SHAPES = ((4096, 4096), (11008, 4096))
 ROWS = (1, 4, 16, 128, 512)
 THREADS = (1, 2)
 ROUNDS = 7
+#: Over NumPy's usual time, a product was measured while something else ran.
+DISTURBED = 1.4
+#: Threads whose gain is a smaller part of their number had less than a core each.
+WORTH = 0.7
 PACKAGES = ("bitsandbytes", "mlx", "libggml-python", "ik-llama-cpp-python")
 
 #: ggml's k-quants as schemes.
@@ -198,6 +212,10 @@ def report(found: dict[str, Any]) -> Iterator[str]:
         yield ""
         yield f"{n} x {k}, {threads} threads: ms, GB/s, % of DRAM, ratio of the bar (! not met)"
         yield f"{'':70}" + "".join(f"{f'M={m}':>27}" for m in extents)
+        if gains := _gains(here):
+            yield f"{'gain of the threads, as loops of dot products have it':70}" + "".join(
+                f"{gains.get(m, ''):>27}" for m in extents
+            )
         for label in dict.fromkeys(map(_label, here)):
             cells = {row["m"]: _cell(row) for row in here if _label(row) == label}
             yield f"{' | '.join(filter(None, label)):70}" + "".join(
@@ -206,6 +224,18 @@ def report(found: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from _report_rates(found["rates"])
     yield from _report_bars([*rows, *found["rates"]])
+
+
+def _gains(rows: Sequence[dict[str, Any]]) -> dict[int, str]:
+    """Lowest, median and highest gain of the threads for each number of rows."""
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        if "gain" in row:
+            found.setdefault(row["m"], []).append(row["gain"])
+    return {
+        m: f"{min(some):.2f} {statistics.median(some):.2f} {max(some):.2f}"
+        for m, some in found.items()
+    }
 
 
 def _label(row: dict[str, Any]) -> tuple[str, ...]:
@@ -268,7 +298,77 @@ def main() -> None:
         return
     if arguments.merge:
         _write(merged([json.loads(path.read_text()) for path in arguments.merge]), arguments.out)
-        return
+    elif arguments.add:
+        add(arguments)
+    else:
+        _write(measured(arguments), arguments.out)
+
+
+def add(arguments: argparse.Namespace) -> None:
+    """Measure what the results lack and merge it into them, a process at a time."""
+    end = time.monotonic() + arguments.seconds
+    lacking: list[str] = []
+    for threads, shape, scheme in product(arguments.threads, arguments.shapes, arguments.only):
+        exists = arguments.out.exists()
+        before = [json.loads(arguments.out.read_text(encoding="utf-8"))] if exists else []
+        have = _undisturbed(before)
+        m = [m for m in arguments.m if (threads, *shape, m, scheme) not in have]
+        has_rates = any(_is_rate_of(row, threads, scheme) for run in before for row in run["rates"])
+        if not m:
+            continue
+        place = f"{scheme} of {shape[0]} x {shape[1]}, {threads} threads, M={m}"
+        if time.monotonic() > end:
+            lacking.append(place)
+            continue
+        one = argparse.Namespace(**vars(arguments))
+        one.threads, one.shapes, one.only, one.m = [threads], (shape,), [scheme], m
+        one.no_rates = has_rates or shape != SHAPES[0]
+        if arguments.best:
+            one.rivals = _quickest(before, threads, scheme, m)
+        run = measured(one)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(_json(merged([*before, run])), encoding="utf-8")
+        print(f"measured: {place}", flush=True)
+    print("\n".join(f"lacking: {place}" for place in lacking) or "nothing is lacking")
+
+
+def _undisturbed(runs: Sequence[dict[str, Any]]) -> set[tuple[Any, ...]]:
+    """The products of these runs in which NumPy's own took no longer than usual."""
+    rows = [row for run in runs for row in run["products"] if row["name"] == _PLAIN]
+    times: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        times.setdefault(_place(row)[:-1], []).append(row["time_ms"])
+    usual = {place: statistics.median(some) for place, some in times.items()}
+    alone = {_place(r) for run in runs for r in run["products"] if _shares_cores(r)}
+    fine = {_place(r) for r in rows if r["time_ms"] <= DISTURBED * usual[_place(r)[:-1]]}
+    return fine - alone
+
+
+def _shares_cores(row: dict[str, Any]) -> bool:
+    return row["threads"] > 1 and row.get("gain", 0) < WORTH * row["threads"]
+
+
+def _is_rate_of(row: dict[str, Any], threads: int, scheme: str) -> bool:
+    return (row["threads"], row["scheme"]) == (threads, scheme)
+
+
+def _quickest(
+    runs: Sequence[dict[str, Any]], threads: int, scheme: str, extents: Sequence[int]
+) -> list[str]:
+    """NumPy and, of the other rivals of a scheme's bar, the quickest for each number of rows."""
+    bar = _INTEGER.get(scheme)
+    found = {_PLAIN: None}
+    rows = [r for run in runs for r in run["products"] if bar and r["name"] in bar.rivals]
+    for m in extents if rows else ():
+        near = min(abs(ROWS.index(r["m"]) - ROWS.index(m)) for r in rows)
+        here = [r for r in rows if abs(ROWS.index(r["m"]) - ROWS.index(m)) == near]
+        same = [r for r in here if r["threads"] == threads] or here
+        found[min(same, key=lambda r: r["time_ms"] / r["n"])["name"]] = None
+    return list(found)
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The results of one run."""
     parts = [_run(arguments, threads) for threads in arguments.threads]
     dram = {str(part["threads"]): part["dram_gb_s"] for part in parts}
     rows = [row for part in parts for row in part["products"]]
@@ -276,7 +376,7 @@ def main() -> None:
     judge(rows, dram)
     judge_rates(rates)
     installed = {**versions(), **versions(PACKAGES)}
-    found = {
+    return {
         "machine": {
             **describe(),
             "threads": max(arguments.threads),
@@ -293,7 +393,6 @@ def main() -> None:
         "products": rows,
         "rates": rates,
     }
-    _write(found, arguments.out)
 
 
 def _write(found: dict[str, Any], out: Path) -> None:
@@ -335,7 +434,7 @@ def _run(arguments: argparse.Namespace, threads: int) -> dict[str, Any]:
     environment = os.environ | {f"{name}_NUM_THREADS": str(threads) for name in names}
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / "part.json"
-        command = [sys.executable, __file__, *sys.argv[1:], "--part", f"{threads}:{part}"]
+        command = [sys.executable, __file__, "--part", f"{threads}:{part}", *_as_options(arguments)]
         code = subprocess.run(command, env=environment, check=False).returncode
         if not part.exists():
             raise SystemExit(f"nothing was measured with {threads} threads (exit status {code})")
@@ -343,6 +442,20 @@ def _run(arguments: argparse.Namespace, threads: int) -> dict[str, Any]:
             print(f"with {threads} threads it ended early (exit status {code})", file=sys.stderr)
         found: dict[str, Any] = json.loads(part.read_text(encoding="utf-8"))
     return found
+
+
+def _as_options(arguments: argparse.Namespace) -> Iterator[str]:
+    """What a process that measures is to know, as it is given."""
+    yield from ("--shape", *(f"{n}x{k}" for n, k in arguments.shapes))
+    yield from ("--m", *map(str, arguments.m))
+    for name in ("only", "dtypes", "rivals"):
+        if getattr(arguments, name) is not None:
+            yield from (f"--{name}", *getattr(arguments, name))
+    yield from ("--rounds", str(arguments.rounds))
+    if arguments.target:
+        yield from ("--target", arguments.target)
+    if arguments.no_rates:
+        yield "--no-rates"
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -356,7 +469,14 @@ def work(arguments: argparse.Namespace) -> None:
         tuple(arguments.m),
         tuple(arguments.only),
         dict(ACTIVATIONS),
-        {scheme: (_PLAIN, *RIVALS_OF.get(scheme, ())) for scheme in arguments.only},
+        {
+            scheme: tuple(
+                name
+                for name in (_PLAIN, *RIVALS_OF.get(scheme, ()))
+                if arguments.rivals is None or name in arguments.rivals
+            )
+            for scheme in arguments.only
+        },
         tuple(arguments.dtypes),
         arguments.rounds,
     )
@@ -367,7 +487,7 @@ def work(arguments: argparse.Namespace) -> None:
     part["dram_gb_s"] = cpu_measure.dram_gb_s(settings.threads)
     for name, found in (
         ("products", cpu_measure.products(settings, part["missing"])),
-        ("rates", cpu_measure.rates(settings)),
+        ("rates", () if arguments.no_rates else cpu_measure.rates(settings)),
     ):
         for rows in found:
             part[name] += rows
@@ -389,6 +509,11 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--target", help="an instruction set of polyquant's, such as avx2")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu.json")
+    parser.add_argument("--rivals", nargs="+", help="no others than these", metavar="NAME")
+    parser.add_argument("--no-rates", action="store_true", help="products alone")
+    parser.add_argument("--add", action="store_true", help="only what the results lack")
+    parser.add_argument("--best", action="store_true", help="with --add: one rival a bar")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="join these results")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     found = parser.parse_args()

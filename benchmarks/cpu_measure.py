@@ -4,7 +4,9 @@ Products: the weights of every contender are rotated over at least 100 MB, so th
 memory and not from a cache. The contenders of one product take turns within every round, so that
 what else the machine does hits them alike; a pause before each lets the threads of the one before
 fall asleep, and one call that does not count wakes its own. Times are medians over the rounds, and
-ratios are of such medians. Every result is compared with the product of the dequantized weight.
+ratios are of such medians. With several threads each turn begins once loops of dot products gain
+from them what as many cores would give (Yardstick), or after a while anyway. Every result is
+compared with the product of the dequantized weight.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ BLOCK_S = 0.02
 SLOW_S, SLOW_ROUNDS = 1.0, 1
 #: OpenBLAS's threads wait busily for 26 ms after a product, and the next is not to feel them.
 PAUSE_S = 0.03
+#: How long the loops of a yardstick run, how often until threads gain as much as so many cores
+#: would, and what counts as that.
+YARDSTICK_S, YARDSTICK_TURNS, WORTH = 0.01, 8, 0.85
 #: Rows of a result that are compared with the product of the dequantized weight.
 CHECKED = 16
 #: Rows that a lookup takes.
@@ -79,20 +84,27 @@ class Contender(NamedTuple):
 # -- timing -----------------------------------------------------------------------------------
 
 
-def medians_s(contenders: Sequence[Contender], rounds: int) -> list[float]:
-    """The median time of a call of each contender, which take turns."""
+def medians_s(
+    contenders: Sequence[Contender], rounds: int, yardstick: Yardstick
+) -> list[tuple[float, float | None]]:
+    """The median time of a call of each contender, which take turns, and the threads' gain then."""
     alone = [_seconds(c, 1, 1) for c in contenders]
     times: list[list[float]] = [[] for _ in contenders]
+    gains: list[list[float]] = [[] for _ in contenders]
     for count in range(rounds):
         for which in np.roll(np.arange(len(contenders)), count):
             if alone[which] > SLOW_S and count >= SLOW_ROUNDS:
                 continue
             calls = max(1, round(BLOCK_S / max(alone[which], 1e-6)))
             time.sleep(PAUSE_S)
+            gains[which].extend(yardstick.gain())
             if alone[which] < BLOCK_S:
                 contenders[which].call(count % contenders[which].copies)
             times[which].append(_seconds(contenders[which], count * calls + 1, calls))
-    return [statistics.median(kept) for kept in times]
+    return [
+        (statistics.median(kept), statistics.median(gain) if gain else None)
+        for kept, gain in zip(times, gains, strict=True)
+    ]
 
 
 def _seconds(contender: Contender, first: int, calls: int) -> float:
@@ -101,6 +113,44 @@ def _seconds(contender: Contender, first: int, calls: int) -> float:
     for i in range(first, first + calls):
         call(i % copies)
     return (time.perf_counter() - start) / calls
+
+
+class Yardstick:
+    """What several threads are worth: processors may share a core, and not at all times.
+
+    The loops are dot products in a cache, one polyquant product with one thread after the other.
+    """
+
+    def __init__(self, threads: int) -> None:
+        numbers = np.random.default_rng(0).standard_normal((1024, 1024), dtype=np.float32)
+        self._weight = pq.quantize(numbers, "q4s-32").mT
+        self._x = pq.quantize(numbers[:32], "q8s/32:f32")
+        self._threads, self._pool = threads, ThreadPoolExecutor(threads)
+        pq.set_num_threads(1)
+        self._one = max(self._rate(0) for _ in range(5))
+        pq.set_num_threads(threads)
+
+    def gain(self) -> list[float]:
+        """Products a second of as many threads over those of one, once it is as many cores'.
+
+        That is waited for a little, and all processors are awake thereafter. Empty for one thread.
+        """
+        if self._threads == 1:
+            return []
+        pq.set_num_threads(1)
+        for _ in range(YARDSTICK_TURNS):
+            found = sum(self._pool.map(self._rate, range(self._threads))) / self._one
+            if found > WORTH * self._threads:
+                break
+        pq.set_num_threads(self._threads)
+        return [found]
+
+    def _rate(self, which: int) -> float:
+        start, count = time.perf_counter(), 0
+        while (passed := time.perf_counter() - start) < YARDSTICK_S:
+            pq.matmul(self._x, self._weight)
+            count += 1
+        return count / passed
 
 
 def dram_gb_s(threads: int) -> float:
@@ -170,21 +220,23 @@ def _of_scheme(
         _prepared_for_cpu(q, count),
     )
     rows: list[dict[str, Any]] = []
+    yardstick = Yardstick(settings.threads)
     slow: set[str] = set()
     for m in settings.rows:
         x = np.random.default_rng(m).standard_normal((m, shape.k), dtype=np.float32)
         contenders = [*_exact(settings, ours, x), *_quantized(settings, ours, x)]
         contenders += [_of_rival(rival, x) for rival in rivals if rival.name not in slow]
         errors = [_error(contender) for contender in contenders]  # a first call, which may prepare
-        times = medians_s(contenders, settings.rounds)
+        times = medians_s(contenders, settings.rounds, yardstick)
         here = {"threads": settings.threads, "n": shape.n, "k": shape.k, "m": m, "scheme": scheme}
-        for contender, error, seconds in zip(contenders, errors, times, strict=True):
+        for contender, error, (seconds, gain) in zip(contenders, errors, times, strict=True):
             if seconds > SLOW_S:
                 slow.add(contender.name)
             measured = {
                 "time_ms": seconds * 1e3,
                 "gb_s": contender.nbytes / seconds / 1e9,
                 "error": error,
+                **({} if gain is None else {"gain": gain}),
             }
             rows.append({**here, "name": contender.name, **contender.about, **measured})
     return rows
@@ -311,6 +363,7 @@ def rates(settings: Settings) -> Iterator[list[dict[str, Any]]]:
     """GB/s of float32 that each scheme takes or gives, of a weight of the first shape."""
     shape = settings.shapes[0]
     weight = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    yardstick = Yardstick(settings.threads)
     indices = np.random.default_rng(1).integers(0, shape.n, LOOKED_UP)
     for scheme in settings.schemes:
         q = _quantize(weight, scheme)
@@ -324,11 +377,11 @@ def rates(settings: Settings) -> Iterator[list[dict[str, Any]]]:
         contenders = [
             Contender(name, 2, call, nbytes, weight, np.asarray, {}) for name, call, nbytes in calls
         ]
-        times = medians_s(contenders, settings.rounds)
+        times = medians_s(contenders, settings.rounds, yardstick)
         here = {"threads": settings.threads, "n": shape.n, "k": shape.k, "scheme": scheme}
         yield [
             {**here, "name": c.name, "time_ms": s * 1e3, "gb_s": c.nbytes / s / 1e9}
-            for c, s in zip(contenders, times, strict=True)
+            for c, (s, _) in zip(contenders, times, strict=True)
         ]
 
 
