@@ -203,6 +203,29 @@ def _assert_chain(step: Callable[[Any, int], Any], x: Any) -> None:
         assert torch.equal(y, expected)
 
 
+def test_the_first_product_on_each_stream_waits(monkeypatch: Any) -> None:
+    """For what may have written the weight: only later ones read it before they wait."""
+    from polyquant.backends.torch.cuda import nvrtc
+
+    seen, real = [], nvrtc._config
+
+    def note(function: Any, grid: Any, early: bool) -> Any:
+        seen.append(early)
+        return real(function, grid, early)
+
+    monkeypatch.setattr(nvrtc, "_config", note)
+    for x in (floats(9, 512), quantized("q8s-row", 130, 512)):
+        weight = quantized("q8s-row", 256, 512).mT
+        seen.clear()
+        for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    pq.matmul(x, weight)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            pq.matmul(x, weight)
+        assert seen == [False, True, False, True, True]
+
+
 def test_two_threads_at_once() -> None:
     def work(seed: int) -> None:
         x = floats(300, 1056, seed=seed)

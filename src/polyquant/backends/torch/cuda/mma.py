@@ -73,7 +73,6 @@ def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | N
     key = (batch, m, x.dtype, y.dtype, tiles)
     known = launches_of(weight)
     launch = known.get(key)
-    is_known = launch is not None
     if launch is None:
         launch = _launch_of(weight, batch, m, (x.dtype, y.dtype, x.device.index or 0), tiles)
         keep(known, key, launch)
@@ -83,13 +82,14 @@ def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | N
     argument.x, argument.y = entering.data_ptr(), y.data_ptr()
     given = _tiled(argument, entering, launch.plan) if chosen.wide else argument
     # A kernel copies codes and numbers of its weight before the kernel before it has ended. So that
-    # this is not the one that writes them, a weight's first product waits.
-    nvrtc.launch(launch.function, launch.plan.grid, given, early=is_known)
+    # this is not the one that writes them, a weight's first product on each stream waits.
+    nvrtc.launch(launch.function, launch.plan.grid, given, waited=launch.waited)
 
 
 class _Launch(NamedTuple):
     """What is known of a product before ``x`` and ``y`` are: the argument without them, and the
-    arrays that it points into. ``of_weight``: these are the weight's own, so it may be kept."""
+    arrays that it points into. ``of_weight``: these are the weight's own, so it may be kept.
+    ``waited``: see ``nvrtc.launch``."""
 
     plan: Plan
     function: nvrtc.Function
@@ -98,6 +98,7 @@ class _Launch(NamedTuple):
     planes: int
     arrays: tuple[torch.Tensor | None, ...]
     of_weight: bool
+    waited: set[int]
 
 
 #: Launches that a weight keeps.
@@ -168,7 +169,7 @@ def _launch_of(
         place[2],
         plan.code.before,
     )
-    return _Launch(plan, function, argument, tiles, planes, arrays, of_weight)
+    return _Launch(plan, function, argument, tiles, planes, arrays, of_weight, set())
 
 
 def _aligned(x: torch.Tensor, tiles: Tiles) -> torch.Tensor:

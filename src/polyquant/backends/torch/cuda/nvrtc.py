@@ -133,14 +133,20 @@ def launch(
     argument: ctypes.Structure,
     *,
     early: bool = False,
+    waited: set[int] | None = None,
 ) -> None:
     """Run a kernel of one by-value argument on the current stream. Raises BackendMissing.
 
     A grid's last extent is that of a cluster. ``early``: where the compute capability is 9.0 or
-    higher, the kernel waits for the one before it by itself.
+    higher, the kernel waits for the one before it by itself. ``waited``: it reads a weight before
+    it waits, and these are the streams on which a product of it waited for all that came before;
+    on others this one does. An argument that has the field ``early`` says which it was.
     """
+    stream = _stream_of(function.device)
+    if waited is not None:
+        early = argument.early = _is_complete(waited, stream)
     config = _Config.from_buffer_copy(_config(function, grid, early))
-    config.stream = _stream_of(function.device)
+    config.stream = stream
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
     given = (ctypes.addressof(config), function.handle, pointers, None)
     status = _launcher()(*given)
@@ -151,6 +157,19 @@ def launch(
         status = _launcher()(*given)
     if status:
         fail(str(driver.CUresult(status)))
+
+
+def _is_complete(waited: set[int], stream: int) -> bool:
+    """Whether nothing on a stream writes a weight any more; notes that a product of it waits now.
+
+    A graph follows what was multiplied before it was captured.
+    """
+    if stream in waited:
+        return True
+    if torch.cuda.is_current_stream_capturing():
+        return bool(waited)
+    waited.add(stream)
+    return False
 
 
 #: The handle of torch's current stream of a device. (``torch.cuda.current_stream`` takes ten times

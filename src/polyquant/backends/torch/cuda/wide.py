@@ -32,7 +32,6 @@ def multiply(a: QTensor, b: QTensor, y: torch.Tensor, cut: Cut | None) -> None:
     key = (a.scheme, a.shape, place, cut)
     known = launches_of(b)
     launch = known.get(key)
-    is_known = launch is not None
     if launch is None:
         launch = _launch_of(a, b, place, cut)
         keep(known, key, launch)
@@ -42,19 +41,21 @@ def multiply(a: QTensor, b: QTensor, y: torch.Tensor, cut: Cut | None) -> None:
     setattr(argument, f"{side}_scales", scales.data_ptr())
     if a.tensor_scale is not None:
         setattr(argument, f"{side}_whole", a.tensor_scale.data_ptr())
-    argument.y, argument.early = y.data_ptr(), int(is_known)
-    nvrtc.launch(launch.function, made.grid, argument, early=is_known)
+    argument.y = y.data_ptr()
+    nvrtc.launch(launch.function, made.grid, argument, waited=launch.waited)
 
 
 class _Launch(NamedTuple):
     """What is known of a product before ``a`` and ``y`` are: the argument without them, and the
-    arrays that it points into. ``of_weight``: these are the weight's own, so it may be kept."""
+    arrays that it points into. ``of_weight``: these are the weight's own, so it may be kept.
+    ``waited``: see ``nvrtc.launch``."""
 
     plan: Plan
     function: nvrtc.Function
     argument: Wide
     arrays: tuple[torch.Tensor, ...]
     of_weight: bool
+    waited: set[int]
 
 
 def _launch_of(a: QTensor, b: QTensor, place: tuple[torch.dtype, int], cut: Cut | None) -> _Launch:
@@ -72,7 +73,7 @@ def _launch_of(a: QTensor, b: QTensor, place: tuple[torch.dtype, int], cut: Cut 
     if b.tensor_scale is not None:
         setattr(argument, f"{side}_whole", b.tensor_scale.data_ptr())
     of_weight = codes.data_ptr() == b.data.data_ptr() and scales is b.scales
-    return _Launch(made, function, argument, (codes, scales), of_weight)
+    return _Launch(made, function, argument, (codes, scales), of_weight, set())
 
 
 def _map_of(codes: torch.Tensor, line: int, width: int, rows: int) -> Any:
