@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -102,6 +104,28 @@ def test_what_is_declined_has_a_reason() -> None:
 def test_what_has_no_tiles_is_not_tuned() -> None:
     with pytest.raises(pq.errors.InvalidArgument, match="tiles to measure"):
         pq.tune("torch:cpu")
+
+
+@needs_triton
+def test_two_threads_do_not_allow_each_other_tf32() -> None:
+    products = import_module("polyquant.backends.torch.cuda.products")
+
+    def work(_: int) -> list[str]:
+        found = []
+        for _ in range(100):
+            with products._precise():
+                time.sleep(1e-4)
+                found.append(torch.get_float32_matmul_precision())
+        return found
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            assert {one for found in pool.map(work, range(2)) for one in found} == {"highest"}
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_tiles_come_from_the_nearest_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,8 +499,6 @@ def test_more_products_than_an_axis_of_a_grid_has_room_for(order: str, kind: str
 
 @needs_gpu
 def test_a_thread_that_has_no_context() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     q, values = _operands("q4s", 96, 160)
     for m in (3, 40):
         x = torch.randn(m, 160, device="cuda", dtype=torch.bfloat16)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from polyquant.qtensor import QTensor
 
 #: Bytes of a dequantized operand above which it is made and multiplied in tiles.
 MOST_BYTES = 256 << 20
+_TURN = RLock()
 
 
 def matmul(a: Any, b: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -44,16 +46,20 @@ def _is_large(q: QTensor, entering: torch.dtype) -> bool:
 
 @contextmanager
 def _precise() -> Iterator[None]:
-    """float32 products without TF32, whatever the program asked of torch for its own."""
-    asked = torch.get_float32_matmul_precision()
-    if asked == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(asked)
+    """float32 products without TF32, whatever the program asked of torch for its own.
+
+    That is one setting of all threads: another one of ours would end it too early, or keep it.
+    """
+    with _TURN:
+        asked = torch.get_float32_matmul_precision()
+        if asked == "highest":
+            yield
+            return
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(asked)
 
 
 def _by_tiles(x: torch.Tensor, weight: QTensor, dtype: torch.dtype) -> torch.Tensor:
