@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from polyquant.backends.torch.cuda import decode
-from polyquant.backends.torch.cuda.paired import codes_of, nothing
+from polyquant.backends.torch.cuda.paired import codes_of, product_by
 from polyquant.qtensor import QTensor
 
 #: Rows of tiles whose tiles share columns in the cache.
@@ -133,15 +133,6 @@ def tiles_for(m: int, *, is_exact: bool, by_lines: bool, is_uniform: bool) -> Ti
     return Tiles(128, 128, 128, 8, 4) if is_uniform or by_lines else Tiles(64, 128, 128, 4, 4)
 
 
-def matmul(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
-    """``a @ b``, rounded to ``dtype``; ``a`` (m, k), ``b`` (k, n) stored (n, k)."""
-    if not a.size or not b.size:
-        return nothing(a, b, dtype)
-    out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.data.device)
-    multiply(a, b, out, None)
-    return out
-
-
 def multiply(a: QTensor, b: QTensor, out: torch.Tensor, tiles: Tiles | None) -> None:
     """``out = a @ b`` by the given tiles, or those of ``tiles_for``."""
     is_int = not (a.scheme.value.is_float or b.scheme.value.is_float)
@@ -186,6 +177,9 @@ def multiply(a: QTensor, b: QTensor, out: torch.Tensor, tiles: Tiles | None) -> 
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
+
+
+matmul = product_by(multiply)
 
 
 class _Blocks(NamedTuple):

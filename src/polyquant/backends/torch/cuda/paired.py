@@ -7,6 +7,8 @@ There powers of two may scale shorter blocks: bf16 holds those products too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -123,6 +125,22 @@ def _scaled(sums: torch.Tensor, a: QTensor, b: QTensor, dtype: torch.dtype) -> t
         TILE=1024,
     )
     return out
+
+
+def product_by(
+    multiply: Callable[[QTensor, QTensor, torch.Tensor, None], None],
+) -> Callable[[QTensor, QTensor, torch.dtype], torch.Tensor]:
+    """``a @ b`` rounded to a dtype, by a function that fills its array: ``a`` (m, k), ``b`` (k, n)
+    stored (n, k)."""
+
+    def matmul(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
+        if not a.size or not b.size:
+            return nothing(a, b, dtype)
+        y = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.data.device)
+        multiply(a, b, y, None)
+        return y
+
+    return matmul
 
 
 def nothing(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -20,6 +20,7 @@ from polyquant.backends.nvidia.tiles import less
 from polyquant.backends.nvidia.wide import Side, side_of
 from polyquant.backends.torch.cuda import nvrtc
 from polyquant.backends.torch.cuda.mma import OUT, keep, launches_of
+from polyquant.backends.torch.cuda.paired import product_by
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 
@@ -63,16 +64,6 @@ class _Pair(ctypes.Structure):
     )
 
 
-def matmul(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
-    """``a @ b``, rounded to ``dtype``; ``a`` (m, k), ``b`` (k, n) stored (n, k)."""
-    y = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.data.device)
-    if not a.shape[1]:
-        y.zero_()
-    elif y.numel():
-        multiply(a, b, y, None)
-    return y
-
-
 def multiply(a: QTensor, b: QTensor, y: torch.Tensor, cut: Cut | None) -> None:
     """``y = a @ b``, cut as given or as ``direct_for`` or ``cut_for`` say."""
     x, x_scales = _lines(a.data), a.scales.contiguous()
@@ -89,6 +80,9 @@ def multiply(a: QTensor, b: QTensor, y: torch.Tensor, cut: Cut | None) -> None:
     argument.x_whole = None if a.tensor_scale is None else a.tensor_scale.data_ptr()
     argument.x_stride, argument.x_scale_stride = x_stride, x_scales.stride(0) * x_scales.itemsize
     nvrtc.launch(launch.plan.function, launch.plan.grid, argument, early=True)
+
+
+matmul = product_by(multiply)
 
 
 class _Launch(NamedTuple):

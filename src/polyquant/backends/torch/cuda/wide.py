@@ -13,17 +13,8 @@ import torch
 from polyquant.backends.nvidia.wide import STEP, Cut, Plan, Wide, plan
 from polyquant.backends.torch.cuda import nvrtc
 from polyquant.backends.torch.cuda.mma import keep, launches_of
+from polyquant.backends.torch.cuda.paired import product_by
 from polyquant.qtensor import QTensor
-
-
-def matmul(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
-    """``a @ b``, rounded to ``dtype``; ``a`` (m, k), ``b`` (k, n) stored (n, k)."""
-    y = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.data.device)
-    if not a.shape[1]:
-        y.zero_()
-    elif y.numel():
-        multiply(a, b, y, None)
-    return y
 
 
 def multiply(a: QTensor, b: QTensor, y: torch.Tensor, cut: Cut | None) -> None:
@@ -43,6 +34,9 @@ def multiply(a: QTensor, b: QTensor, y: torch.Tensor, cut: Cut | None) -> None:
         setattr(argument, f"{side}_whole", a.tensor_scale.data_ptr())
     argument.y = y.data_ptr()
     nvrtc.launch(launch.function, made.grid, argument, waited=launch.waited)
+
+
+matmul = product_by(multiply)
 
 
 class _Launch(NamedTuple):
