@@ -3,9 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <exception>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -87,13 +85,7 @@ const Driver& driver() {
 
 // -- errors -----------------------------------------------------------------------------------
 
-// A failure, as a sentence for XLA; nothing where there is none.
-struct Failure {
-  int code = 0;
-  std::string message;
-};
-
-Failure refuse(const char* message) { return {xla::kInvalidArgument, message}; }
+using xla::Failure, xla::Numbers, xla::refuse;
 
 Failure check(Status status, const char* call) {
   if (status == 0) return {};
@@ -101,9 +93,6 @@ Failure check(Status status, const char* call) {
   if (driver().error_name(status, &name) != 0 || name == nullptr) name = "an unknown error";
   return {xla::kInternal, std::string(call) + " of the CUDA driver answered " + name + "."};
 }
-
-#define PQ_TRY(expression) \
-  if (Failure failed = (expression); failed.code != 0) return failed
 
 // -- kernels ----------------------------------------------------------------------------------
 
@@ -161,21 +150,10 @@ Failure find_kernel(const std::string& digest, int shared, size_t argument, void
 
 // -- what XLA hands over ----------------------------------------------------------------------
 
-struct Numbers {
-  const int64_t* data = nullptr;
-  size_t size = 0;
-  int64_t operator[](size_t i) const { return data[i]; }
-};
-
 struct Launch {
   std::string kernel;
   Numbers launch, argument, places, map;
 };
-
-bool is_named(const xla::Text* name, const char* wanted) {
-  return name != nullptr && name->data != nullptr && name->size == std::strlen(wanted) &&
-         std::memcmp(name->data, wanted, name->size) == 0;
-}
 
 constexpr size_t kMostArgument = 4096 / 8;  // of a kernel, in int64
 
@@ -184,23 +162,17 @@ Failure read(const xla::Attributes& given, Launch* out) {
                                                      {"argument", &out->argument},
                                                      {"places", &out->places},
                                                      {"map", &out->map}};
-  if (given.count < 0 || (given.count > 0 && (!given.types || !given.names || !given.each)))
-    return refuse("The custom call's attributes are not readable.");
+  if (!xla::is_readable(given)) return refuse("The custom call's attributes are not readable.");
   int found = 0;
   for (int64_t i = 0; i < given.count; ++i) {
     const void* each = given.each[i];
     if (each == nullptr) return refuse("An attribute of the custom call is missing.");
-    if (is_named(given.names[i], "kernel") && given.types[i] == xla::kText) {
+    if (xla::is_named(given.names[i], "kernel") && given.types[i] == xla::kText) {
       const auto* text = static_cast<const xla::Text*>(each);
       if (text->data != nullptr) out->kernel.assign(text->data, text->size), ++found;
     }
-    for (auto [name, numbers] : wanted) {
-      if (!is_named(given.names[i], name) || given.types[i] != xla::kArray) continue;
-      const auto* array = static_cast<const xla::Array*>(each);
-      if (array->dtype != xla::kS64 || (array->size > 0 && array->data == nullptr)) continue;
-      *numbers = {static_cast<const int64_t*>(array->data), array->size};
-      ++found;
-    }
+    for (auto [name, numbers] : wanted)
+      found += xla::is_named(given.names[i], name) && xla::read_numbers(given, i, numbers);
   }
   if (found != 5) return refuse("The custom call takes kernel, launch, argument, places and map.");
   if (out->launch.size != 8 || out->argument.size == 0 || out->argument.size > kMostArgument ||
@@ -214,15 +186,9 @@ Failure read(const xla::Attributes& given, Launch* out) {
 
 // The address of a buffer by its number, operands first.
 Failure address_of(const xla::Frame& frame, int64_t number, void** out) {
-  const xla::Buffers& operands = frame.operands;
-  const xla::Buffers& results = frame.results;
-  const bool is_operand = number < operands.count;
-  const xla::Buffers& side = is_operand ? operands : results;
-  const int64_t i = is_operand ? number : number - std::max<int64_t>(operands.count, 0);
-  if (number < 0 || i < 0 || i >= side.count || side.types == nullptr || side.each == nullptr ||
-      side.types[i] != xla::kBuffer || side.each[i] == nullptr)
-    return refuse("The custom call names a buffer that it has not.");
-  *out = static_cast<const xla::Buffer*>(side.each[i])->data;
+  const xla::Buffer* buffer = xla::buffer_of(frame, number);
+  if (buffer == nullptr) return refuse("The custom call names a buffer that it has not.");
+  *out = buffer->data;
   if (reinterpret_cast<uintptr_t>(*out) % 16 != 0)
     return {xla::kFailedPrecondition, "A buffer of the product does not begin at whole 16 bytes."};
   return {};
@@ -322,31 +288,7 @@ Failure run(const xla::Frame& frame, const Launch& given, void* stream) {
   return check(cuda.launch(&config, function, arguments, nullptr), "cuLaunchKernelEx");
 }
 
-// -- XLA's side -------------------------------------------------------------------------------
-
-std::atomic<int> minor_of_xla{xla::kMinor};
-
-xla::Error* error_of(const xla::Api* api, int code, const char* message) {
-  xla::ErrorArgs args{sizeof args, nullptr, message, code};
-  return api->create_error(&args);
-}
-
-bool answer_metadata(const xla::Frame& frame) {
-  xla::Extension* first = frame.extensions;
-  if (first == nullptr || first->type != xla::kMetadata) return false;
-  auto* asked = reinterpret_cast<xla::MetadataRequest*>(first)->metadata;
-  if (asked == nullptr) return true;
-  // All minor versions have what is used here, and XLA wants its own. Older ones do not tell theirs.
-  const bool tells = frame.api != nullptr && frame.api->version.major == xla::kMajor;
-  asked->version.major = xla::kMajor;
-  asked->version.minor = tells ? frame.api->version.minor : minor_of_xla.load();
-  asked->traits = xla::kCommandBufferCompatible;
-  return true;
-}
-
 }  // namespace
-
-void set_xla_minor(int minor) { minor_of_xla = minor; }
 
 void keep_cuda_kernel(const std::string& digest, std::string code, std::string function,
                       size_t argument) {
@@ -360,26 +302,16 @@ void keep_cuda_kernel(const std::string& digest, std::string code, std::string f
 }
 
 xla::Error* cuda_launch(xla::Frame* frame) {
-  if (frame == nullptr) return nullptr;
-  if (answer_metadata(*frame)) return nullptr;
-  const xla::Api* api = frame->api;
-  if (api == nullptr || api->create_error == nullptr) return nullptr;  // nothing can be said
-  if (frame->size < offsetof(xla::Frame, future) || api->size < sizeof(xla::Api) ||
-      api->version.major != xla::kMajor)
-    return error_of(api, xla::kFailedPrecondition,
-                    "This XLA speaks another version of its FFI than polyquant's compiled part.");
-  try {
+  return xla::handle(frame, xla::kCommandBufferCompatible, [](const xla::Frame& frame) {
     Launch given;
-    Failure failed = read(frame->attributes, &given);
-    xla::StreamArgs stream{sizeof stream, nullptr, frame->context, nullptr};
+    Failure failed = read(frame.attributes, &given);
+    xla::StreamArgs stream{sizeof stream, nullptr, frame.context, nullptr};
     if (failed.code == 0) {
-      if (xla::Error* error = api->get_stream(&stream)) return error;  // XLA's own
-      failed = run(*frame, given, stream.stream);
+      if (xla::Error* error = frame.api->get_stream(&stream)) return error;  // XLA's own
+      failed = run(frame, given, stream.stream);
     }
-    return failed.code == 0 ? nullptr : error_of(api, failed.code, failed.message.c_str());
-  } catch (const std::exception& error) {
-    return error_of(api, xla::kInternal, error.what());
-  }
+    return failed.code == 0 ? nullptr : xla::error_of(frame.api, failed);
+  });
 }
 
 }  // namespace pq

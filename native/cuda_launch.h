@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "xla_ffi.h"
+#include "xla_frame.h"
 
 namespace pq {
 
@@ -11,9 +11,6 @@ namespace pq {
 // argument of its function. What is kept already stays.
 void keep_cuda_kernel(const std::string& digest, std::string code, std::string function,
                       size_t argument);
-
-// The minor version of XLA's FFI, for one that does not tell it.
-void set_xla_minor(int minor);
 
 // The handler of XLA's custom call, of its stages "initialize" and "execute". Attributes:
 //   kernel: the digest.

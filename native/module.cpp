@@ -20,6 +20,7 @@
 #include "encode.h"
 #include "pool.h"
 #include "products.h"
+#include "xla_product.h"
 
 namespace nb = nanobind;
 
@@ -528,9 +529,16 @@ NB_MODULE(_native, m) {
         nb::arg("digest"), nb::arg("code"), nb::arg("function"), nb::arg("argument"));
   m.def("cuda_launch",
         [](int minor) {
-          pq::set_xla_minor(minor);
+          pq::xla::minor_of_xla = minor;
           return nb::capsule(reinterpret_cast<void*>(&pq::cuda_launch));
         },
         nb::arg("minor") = pq::xla::kMinor,
         "The handler of XLA's custom call that launches them, for a minor version of its FFI.");
+  m.def("xla_product",
+        [](int minor) {
+          pq::xla::minor_of_xla = minor;
+          return nb::capsule(reinterpret_cast<void*>(&pq::xla_product));
+        },
+        nb::arg("minor") = pq::xla::kMinor,
+        "The handler of XLA's custom call that multiplies on the CPU, for a minor version of its FFI.");
 }

@@ -53,7 +53,7 @@ struct Api {
   Error* (*get_stream)(StreamArgs*);
 };
 
-inline constexpr int kS64 = 5;  // a dtype
+inline constexpr int kU8 = 6, kS64 = 5, kF16 = 10, kF32 = 11, kBF16 = 16;  // dtypes
 
 struct Buffer {
   size_t size;

@@ -71,10 +71,10 @@ class StreamArgs(ctypes.Structure):
     _fields_ = (("size", ctypes.c_size_t), ("extensions", P), ("context", P), ("stream", P))
 
 
-def handler() -> Any:
+def handler(name: str = "cuda_launch") -> Any:
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = P, (ctypes.py_object, ctypes.c_char_p)
-    return ctypes.CFUNCTYPE(P, P)(pointer(compiled().cuda_launch(), None))
+    return ctypes.CFUNCTYPE(P, P)(pointer(getattr(compiled(), name)(), None))
 
 
 class Caller:

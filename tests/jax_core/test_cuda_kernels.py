@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from polyquant.scheme import scheme as as_scheme
 jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
 
-from polyquant.backends.jax import cuda  # noqa: E402
+from polyquant.backends.jax import batches, cuda  # noqa: E402
 from polyquant.backends.jax.cuda import launch, product  # noqa: E402
 from polyquant.jax.linear import product_by  # noqa: E402
 
@@ -206,7 +207,8 @@ def test_a_program_names_a_kernel_by_what_it_is_compiled_of(
 ) -> None:
     q, x = weight("q4s", 24, 64).mT, floats(3, 64)
     for dtype in ("bfloat16", "float32", "bfloat16"):
-        jax.eval_shape(lambda x, q: product.matmul.__wrapped__(x, q, jnp.dtype(dtype)), x, q)  # noqa: B023
+        run = partial(batches.matmul.__wrapped__, product._by_rows, kind=jnp.dtype(dtype))
+        jax.eval_shape(run, x, q)
     first, second, third = (call["kernel"] for call in launched)
     assert first == third != second
     assert len(first) == 64

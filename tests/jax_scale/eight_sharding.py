@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import polyquant as pq
+from polyquant import errors
 from polyquant.jax import shard, shardings
 
 #: Kinds of scheme: every mode, store, offset and nesting, packed bits of every width.
@@ -325,3 +326,12 @@ def test_what_has_no_device_counts_as_on_the_default_one(chosen: Any) -> None:
         made, moved = run(x), pq.quantize(x, "nf4").to("jax")
         lies = pq.device_of(jnp.ones(1))
     assert [made.device, moved.device, *found] == [lies] * 3
+
+
+def test_a_call_that_cannot_be_split_stays_out_of_programs_here(mesh: Mesh) -> None:
+    """One device has it (jax_core/test_ffi.py)."""
+    x, q = np.ones((4, 64), np.float32), pq.quantize(np.ones((64, 64), np.float32), "q4s-32")
+    operands = jax.device_put((x, q.to("jax")), jax.devices()[0])
+    assert "polyquant_product" not in jax.jit(lambda x, q: x @ q.T).lower(*operands).as_text()
+    with pytest.raises(errors.KernelRefused, match="may split traced operands"):
+        jax.jit(lambda x, q: pq.matmul(x, q.T, kernel="jax.ffi.matmul"))(*operands)

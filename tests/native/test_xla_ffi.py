@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fake_xla import GOOD, Caller, Frame, P, Version, handler
+from fake_xla import GOOD, Buffer, Buffers, Caller, Frame, P, Version, handler
 from polyquant.backends.native.compiled import compiled
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
@@ -59,7 +60,7 @@ NUMBERS = (
     ("kNotFound", "XLA_FFI_Error_Code_NOT_FOUND"),
     ("kFailedPrecondition", "XLA_FFI_Error_Code_FAILED_PRECONDITION"),
     ("kInternal", "XLA_FFI_Error_Code_INTERNAL"),
-    ("kS64", "XLA_FFI_DataType_S64"),
+    *((f"k{kind}", f"XLA_FFI_DataType_{kind}") for kind in ("U8", "S64", "F16", "F32", "BF16")),
     ("kBuffer", "XLA_FFI_ArgType_BUFFER"),
     ("kBuffer", "XLA_FFI_RetType_BUFFER"),
     ("kArray", "XLA_FFI_AttrType_ARRAY"),
@@ -191,6 +192,108 @@ def test_it_says_that_command_buffers_may_hold_it() -> None:
     frame = Frame(ctypes.sizeof(Frame), ctypes.addressof(request), None)
     assert not handler()(ctypes.addressof(frame))
     assert (asked.version.major, asked.version.minor, asked.traits) == (0, 3, 1)
+
+
+# -- the product of the CPU -------------------------------------------------------------------
+
+#: x (1, 2, 32) by a weight (3, 32) of int4 in one block a line; its codes, table and scales.
+PRODUCT = (1, 2, 3, 32, 2, 1, 32, 4, 4, 0, 1, 0, *(0,) * 6, 1, 2, -1, 0, 3)
+
+
+class Calm(random.Random):
+    """Nothing unlikely happens."""
+
+    def random(self) -> float:
+        return 0.5
+
+
+def multiplied(facts: Any, *, m: int = 2, n: int = 3, dtype: int = 11) -> tuple[Any, str | None]:
+    """What the handler makes of a product of ones, and what it says."""
+    caller = Caller()
+    arrays = (np.ones((1, m, 32), np.float32), np.full((3, 16), 0x11, np.uint8),
+              np.arange(16, dtype=np.float32), np.full(3, 2, np.float32))  # fmt: skip
+    out = np.zeros((1, m, n), np.float32)
+    extents = [(ctypes.c_int64 * 3)(*array.shape) for array in (*arrays, out)]
+    every = [
+        Buffer(48, None, kind, array.ctypes.data, array.ndim, ctypes.addressof(shape))
+        for array, kind, shape in zip((*arrays, out), (dtype, 6, 11, 11, 11), extents, strict=True)
+    ]
+    places = (P * 5)(*map(ctypes.addressof, every))
+    types = (ctypes.c_int * 5)(*(1,) * 5)
+    given = np.array(facts, np.int64)
+    attributes = caller.attributes(Calm(), {"facts": given})
+    frame = Frame(ctypes.sizeof(Frame), None, ctypes.addressof(caller.api), None, 3)
+    frame.operands = Buffers(40, None, 4, ctypes.addressof(types), ctypes.addressof(places))
+    last = ctypes.addressof(places) + 4 * ctypes.sizeof(P)
+    frame.results = Buffers(40, None, 1, ctypes.addressof(types), last)
+    frame.attributes = attributes
+    failed = handler("xla_product")(ctypes.addressof(frame))
+    return out, caller.said[0] if failed else None
+
+
+def test_a_product_is_what_its_facts_say() -> None:
+    out, said = multiplied(PRODUCT)
+    assert said is None
+    assert (out == 64).all()
+
+
+WRONG_PRODUCTS = (
+    ({0: 0}, "do not fit the weight"),
+    ({1: 9}, "no such length|1 to 8 axes|end too early|out of range|block"),
+    ({2: 4}, "does not fit"),
+    ({3: 64}, "a block|does not fit|too few"),
+    ({6: 64}, "a block is empty, or longer"),
+    ({7: 0}, "bits run from 1 to 8"),
+    ({9: 4}, "unknown kind"),
+    ({9: 2}, "no such store"),
+    ({18: 9}, "no such buffer"),
+    ({18: 4}, "too few bytes"),
+    ({18: 3}, "too few bytes"),
+    ({19: -1}, "no such buffer"),
+    ({19: 4}, "are operands"),
+    ({20: 0}, "does not fit"),
+    ({21: 7}, "unknown scale type"),
+    ({21: 1}, "does not fit"),
+    ({22: 2}, "does not fit"),
+    ({11: 3}, "unknown kind"),
+    ({11: 1}, "end too early"),
+    ({21: 6, 22: 1}, "end too early|out of range|1 to 8 axes"),
+)
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_PRODUCTS)
+def test_products_that_fit_nothing_are_refused(changes: dict[int, int], message: str) -> None:
+    facts = list(PRODUCT)
+    for place, value in changes.items():
+        facts[place] = value
+    out, said = multiplied(facts)
+    assert said is not None and re.search(message, said), said
+    assert said.startswith("The product's custom call is refused: ")
+    assert not out.any()
+
+
+def test_products_of_other_extents_and_facts_are_refused() -> None:
+    for facts, given in (
+        (PRODUCT, {"n": 4}),
+        (PRODUCT, {"dtype": 5}),
+        (PRODUCT[:-1], {}),
+        ((*PRODUCT, 0), {}),
+        ((), {}),
+    ):
+        _, said = multiplied(facts, **given)
+        assert said is not None
+
+
+def test_facts_that_are_nonsense_never_crash() -> None:
+    chance = random.Random(3)
+    fine = 0
+    for _ in range(3000):
+        facts = list(PRODUCT)
+        for _ in range(chance.randrange(1, 4)):
+            place = chance.randrange(len(facts))
+            facts[place] = chance.choice((-1, 0, 1, 2, 3, 5, 6, 8, 16, 31, 2**31, 2**62, -(2**63)))
+        fine += multiplied(facts[: chance.choice((len(facts), len(facts), 9))])[1] is None
+    assert fine < 1500
 
 
 # -- what the driver is asked -----------------------------------------------------------------

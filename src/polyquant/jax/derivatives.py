@@ -46,7 +46,7 @@ Array = Any
 #: The kernels that these derivatives belong to stand above those that compute.
 BELOW = "jax.transforms"
 #: Of kernels that JAX cannot transpose: what they are called.
-OPAQUE = ("jax.nvrtc",)
+OPAQUE = ("jax.nvrtc", "jax.ffi")
 
 # -- decoding ---------------------------------------------------------------------------------
 

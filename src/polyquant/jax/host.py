@@ -1,8 +1,7 @@
 """The compiled kernels of the CPU for JAX's arrays: whole ones, on one CPU, outside of any tracing.
 
-They read the memory that holds the arrays, with nothing copied; only results are. Under jit the
-definition runs instead, which XLA fuses, splits over devices and exports; a call out of compiled
-code could do none of it.
+They read the memory that holds the arrays, with nothing copied; only results are. In traced code
+XLA calls those of products (``ffi``), and fuses, splits and exports the definition of all else.
 """
 
 from __future__ import annotations

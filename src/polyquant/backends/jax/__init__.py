@@ -176,7 +176,12 @@ BACKEND = Backend(
     move=_move,
     facts=_facts,
     kernels={
-        "cpu": (_TRANSFORMS, "polyquant.jax.host", "polyquant.backends.definition"),
+        "cpu": (
+            _TRANSFORMS,
+            "polyquant.jax.host",
+            "polyquant.jax.ffi",
+            "polyquant.backends.definition",
+        ),
         "gpu": (
             _TRANSFORMS,
             "polyquant.backends.jax.cuda",

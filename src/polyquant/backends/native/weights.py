@@ -32,7 +32,7 @@ def matrix_of(q: QTensor) -> Any:
 
 
 def _matrix(q: QTensor) -> Any:
-    facts = _facts(q.scheme, q.stored_shape or (1,))
+    facts = facts_of(q.scheme, q.stored_shape or (1,))
     table = facts.get("table")
     if q.table is not None and table is None:
         table = plain(_in_order(q.table))
@@ -47,7 +47,7 @@ def _matrix(q: QTensor) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _facts(scheme: QuantScheme, shape: tuple[int, ...]) -> dict[str, Any]:
+def facts_of(scheme: QuantScheme, shape: tuple[int, ...]) -> dict[str, Any]:
     """What the compiled part is told about every tensor of a scheme and a stored shape."""
     kind, table = _kind(scheme)
     offset = None if scheme.offset is None else scheme.offset.kind

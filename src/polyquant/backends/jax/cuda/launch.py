@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import re
-import threading
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from polyquant.backends.jax import handlers
 from polyquant.backends.jax.cuda import capability_of
 from polyquant.backends.nvidia import SOURCES, Gpu
 from polyquant.backends.nvidia.planning import Code, Operands, Plan, Tiled
@@ -27,7 +24,6 @@ _TARGET = "polyquant_cuda_launch"
 #: What plans are made for where JAX sees no GPU: they are lowered, and cannot run.
 _ABSENT = Gpu("NVIDIA H200", (9, 0), 227 << 10, 132)
 _BYTES_OF_BF16 = 2
-_ONE_AT_A_TIME = threading.Lock()
 
 
 @cache
@@ -41,21 +37,9 @@ def gpu_here() -> Gpu:
     return gpu_of(found.local_hardware_id, found.device_kind, capability_of(found))
 
 
-@cache
-def _registered() -> Any:
-    found = import_module("polyquant._native")
-    header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
-    told = re.search(r"XLA_FFI_API_MINOR (\d+)", header.read_text(encoding="utf-8"))
-    handler = found.cuda_launch() if told is None else found.cuda_launch(int(told[1]))
-    stages = {"initialize": handler, "execute": handler}
-    jax.ffi.register_ffi_target(_TARGET, stages, platform="CUDA", api_version=1)
-    return found
-
-
 def _native() -> Any:
-    """The compiled part, known to XLA as the handler of these calls; a name is registered once."""
-    with _ONE_AT_A_TIME:
-        return _registered()
+    """The compiled part, known to XLA as the handler of these calls."""
+    return handlers.native(_TARGET, "cuda_launch", "CUDA", ("initialize", "execute"))
 
 
 @lru_cache(maxsize=4096)
