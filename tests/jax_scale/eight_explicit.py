@@ -140,3 +140,25 @@ def test_derivatives_scans_and_rows(mesh: Mesh) -> None:
         assert moved.to_data() == q.to_data() and spec_of(moved.data) == P(None, "model")
         everywhere = q.to("jax:cpu:0-7")
         assert spec_of(rows @ everywhere.T) == P(None, None)
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("is_stack", [False, True])
+def test_types_that_give_a_shard_another_devices_scales_are_refused(
+    is_traced: bool, is_stack: bool
+) -> None:
+    """In shard_map alone, which takes what each device has: elsewhere JAX moves what it must."""
+    kinds = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds, devices=jax.devices()[:4])
+    q = pq.quantize(floats(64, 64), "q4s/8:f16")
+
+    def placed(part: Any, axis: str) -> Any:
+        part, spec = (part[None], P(None, axis)) if is_stack else (part, P(axis))
+        return jax.device_put(part, NamedSharding(mesh, spec))
+
+    split = jax.tree.unflatten(jax.tree.structure(q), [placed(q.data, "a"), placed(q.scales, "b")])
+    use = jax.shard_map(lambda w: w.dequantize(), mesh=mesh, out_specs=P(), check_vma=False)
+    with pytest.raises(pq.errors.InvalidTensor, match=r"scales of .* split .* as its codes are"):
+        (jax.jit(use) if is_traced else use)(split)
+    if not is_stack:
+        assert_same_bits(jax.jit(lambda w: w.dequantize())(split), q.dequantize())

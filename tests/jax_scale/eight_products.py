@@ -176,6 +176,40 @@ def test_specs_that_cut_blocks_are_refused_though_numbers_of_scales_agree(
                 run(q)
 
 
+#: Specs of codes and of a part beside them, over a mesh of two axes of one length.
+APART = (
+    ("scales", P("a"), P("b")),
+    ("scales", P(("a", "b")), P(("b", "a"))),
+    ("scales", P("a", "b"), P("b", "a")),
+    ("scales", P(None, "a"), P(None, "b")),
+    ("offsets", P("a"), P("b")),
+    ("groups", P("a", "b"), P("a")),
+)
+
+
+@pytest.mark.parametrize(("name", "of_codes", "of_part"), APART, ids=str)
+def test_specs_that_give_a_shard_another_devices_part_are_refused(
+    name: str, of_codes: P, of_part: P
+) -> None:
+    """Every shard has the shape that it should."""
+    mesh = jax.make_mesh(
+        (2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    q = pq.quantize(np.ones((64, 64), np.float32), "u4/8:f16-zero:u4")
+    if name == "groups":
+        parts = q.parts() | {"groups": np.arange(64, dtype=np.int32) // 8}
+        scheme = pq.scheme("u4/8:f16-zero:u4~grouped")
+        q = pq.qtensor.from_parts(parts, scheme, q.shape, device="numpy")
+    right = jax.tree.map(lambda s: s.spec, shardings(q, NamedSharding(mesh, of_codes)))
+    of_stack = jax.tree.map(lambda spec: P(None, *spec), right)
+    wrong = right._replace(**{name: of_part})
+    wrong_stack = of_stack._replace(**{name: P(None, *of_part)})
+    for one, specs in ((q, wrong), (jax.tree.map(lambda x: x[None], q), wrong_stack)):
+        use = jax.shard_map(lambda w: w.codes(), mesh=mesh, in_specs=(specs,), out_specs=P("a"))
+        with pytest.raises(pq.errors.InvalidTensor, match=rf"{name} of .* split .* as its codes"):
+            use(one)
+
+
 @pytest.mark.parametrize(
     "scheme", ["q8s/row:f32", "q4s/32:f16", "nf4", "mxfp4", "u4/32:f16-zero:u4"]
 )

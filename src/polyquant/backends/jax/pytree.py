@@ -15,9 +15,10 @@ from typing import Any
 
 import jax
 from jax import export
+from jax.sharding import PartitionSpec
 
 from polyquant.arrays import find_backend
-from polyquant.backends.jax.splits import why_not_split
+from polyquant.backends.jax.splits import astray, why_not_split
 from polyquant.codec import line_size_bytes
 from polyquant.data import stored_shape
 from polyquant.errors import InvalidTensor
@@ -40,7 +41,8 @@ class Static:
     is the order of the axes without those before it that are in place. ``is_scalar``: there are no
     axes; ``viewed``: the stored shape, where the scheme blocks a view of it. ``shape`` and ``axes``
     serve leaves that have no shape (None, a mark, a sharding); ``whole`` is what is known within
-    shard_map of the tensor outside, as long as nobody looked.
+    shard_map of the tensor outside, as long as nobody looked; ``astray`` a part that the types of
+    arrays split apart from its codes, which only shard_map does not mend (see ``splits.astray``).
     """
 
     scheme: QuantScheme
@@ -51,6 +53,7 @@ class Static:
     shape: tuple[int, ...] = field(compare=False)
     axes: tuple[int, ...] = field(compare=False)
     whole: tuple[int, ...] | None = field(compare=False, default=None)
+    astray: tuple[str, Any, Any] | None = field(compare=False, default=None)
 
     @property
     def uncut(self) -> tuple[int, ...]:
@@ -101,6 +104,7 @@ def static(
     axes: tuple[int, ...],
     rank: int | None = None,
     whole: tuple[int, ...] | None = None,
+    apart: tuple[str, Any, Any] | None = None,
 ) -> Static:
     """The static part of a tensor of that scheme, shape and order of axes.
 
@@ -111,11 +115,11 @@ def static(
     stored = stored_shape(shape, axes)
     if of.view is not None:
         more = 0 if rank is None else max(0, rank - len(of.view))
-        return Static(of, 0, order, False, stored[more:], shape, axes, whole)
+        return Static(of, 0, order, False, stored[more:], shape, axes, whole, apart)
     is_scalar = not shape or rank == len(shape) + 1
     length = 1 if is_scalar else stored[-1]
     unused = _capacity(of, line_size_bytes(length, of.bits, of.store)) - length
-    return Static(of, unused, order, is_scalar, None, shape, axes, whole)
+    return Static(of, unused, order, is_scalar, None, shape, axes, whole, apart)
 
 
 def _device_of(data: Any) -> str:
@@ -127,8 +131,11 @@ def _flatten(q: QTensor) -> tuple[tuple[Any, ...], Static]:
     arrays = (q.data, q.scales, q.tensor_scale, q.offsets, q.table, q.groups)
     lines = getattr(q.data, "shape", None)
     rank = len(lines) if isinstance(lines, tuple) else None
-    whole = q._unchecked.args[0].uncut if q._unchecked is not None and _in_shard_map() else None
-    return arrays, static(q.scheme, q.shape, q.axes, rank, whole)
+    known = q._unchecked.args[0] if q._unchecked is not None and _in_shard_map() else None
+    whole, apart = (None, astray(q)) if known is None else (known.uncut, known.astray)
+    if apart is not None and isinstance(q.data, PartitionSpec):
+        _refuse_apart(q, apart)
+    return arrays, static(q.scheme, q.shape, q.axes, rank, whole, apart)
 
 
 def _in_shard_map() -> bool:
@@ -171,6 +178,8 @@ def _is_checked(described: Static, q: QTensor) -> bool:
     else:
         _check_grouped(q)
     if _in_shard_map():
+        if described.astray is not None:
+            _refuse_apart(q, described.astray)
         _check_shard(q, described.uncut)
     return True
 
@@ -201,6 +210,12 @@ def _check_shard(q: QTensor, whole: tuple[int, ...]) -> None:
             _refuse(q, "data", wanted, f"{piece} of {extent} elements: {reason}")
 
 
+def _refuse_apart(q: QTensor, apart: tuple[str, Any, Any]) -> None:
+    part, split, of_codes = apart
+    wanted = f"split over devices as its codes are, {PartitionSpec(*of_codes)}"
+    _refuse(q, part, wanted, PartitionSpec(*split))
+
+
 def _refuse(q: QTensor, part: str, wanted: str, got: Any) -> None:
     raise InvalidTensor(part=part, scheme=str(q.scheme), shape=q.shape, wanted=wanted, got=got)
 
@@ -210,7 +225,11 @@ def _refuse(q: QTensor, part: str, wanted: str, got: Any) -> None:
 
 def _as_bytes(described: Static) -> bytes:
     # Extents that are symbols follow from leaves: 0 stands for them.
-    known = vars(described) | {"scheme": described.scheme.to_json(), "whole": None}
+    known = (
+        vars(described)
+        | {"scheme": described.scheme.to_json()}
+        | dict.fromkeys(("whole", "astray"))
+    )
     return json.dumps(known, default=lambda _: 0).encode()
 
 
