@@ -7,6 +7,8 @@
 // The caller guarantees: lines of codes begin at, and are, whole 16 bytes; blocks are of 64 * j values.
 
 constexpr int PIECES = CHUNK / 64;
+// Codes are asked for before those at hand are multiplied: 1 us sooner, but integers' 2 us later.
+constexpr bool AHEAD = !INTEGER;
 
 // 16 bytes that are not kept in L1.
 __device__ __forceinline__ uint4 stream(const u8* p) {
@@ -34,18 +36,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Pair 
 #pragma unroll
   for (int j = 0; j < NT; j++) columns[j] = p.x + (first_m + min(8 * j + g, m_here - 1)) * p.x_stride + 16 * t;
 
-  follow();
-  Total acc[RT][NT][4] = {};
-  for (int chunk = warp; chunk < p.chunks; chunk += WK) {
-    uint4 w[2 * RT][PIECES], x[NT][PIECES];
+  uint4 w[2 * RT][PIECES];
+  auto load_w = [&](int chunk) {
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
       const int byte = chunk * CHUNK + 64 * i;
-      const bool inside = byte + 16 * t < p.code_line;
 #pragma unroll
-      for (int r = 0; r < 2 * RT; r++) w[r][i] = inside ? stream(rows[r] + byte) : make_uint4(0, 0, 0, 0);
+      for (int r = 0; r < 2 * RT; r++)
+        w[r][i] = byte + 16 * t < p.code_line ? stream(rows[r] + byte) : make_uint4(0, 0, 0, 0);
+    }
+  };
+  load_w(warp);
+  if (threadIdx.x < RT) announce_scales(p, first + 16 * threadIdx.x);
+  follow();
+  Total acc[RT][NT][4] = {};
+  for (int chunk = warp; chunk < p.chunks; chunk += WK) {
+    if (!AHEAD && chunk >= WK) load_w(chunk);
+    uint4 x[NT][PIECES];
 #pragma unroll
-      for (int j = 0; j < NT; j++) x[j][i] = inside ? *(const uint4*)(columns[j] + byte) : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < PIECES; i++) {
+      const int byte = chunk * CHUNK + 64 * i;
+#pragma unroll
+      for (int j = 0; j < NT; j++)
+        x[j][i] = byte + 16 * t < p.code_line ? *(const uint4*)(columns[j] + byte) : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
     for (int first_k = 0; first_k < CHUNK; first_k += CLOSED) {
@@ -82,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Pair 
         }
       close(acc, d, s, left);
     }
+    if (AHEAD) load_w(chunk + WK);
   }
   finish_pair(p, (float*)shared, acc, warp, 0, first_m, m_here, 1.0f);
 }

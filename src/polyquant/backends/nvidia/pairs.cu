@@ -58,33 +58,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Pair 
   const Lines<CODE_BYTES, W_PITCH, CODE_PIECE> w_lines(p.codes, p.code_stride, first, p.n, 1, p.code_line, lane);
   const Lines<SCALE_BYTES, SCALE_PITCH, SCALE_PIECE> w_scales(p.scales, p.scale_stride, first, p.n, p.block_rows,
                                                               p.scale_line, lane);
-  auto fetch = [&](int stage, int chunk) {
-    const u32 to = shared_address(stages) + stage * SLICE_STAGE;
-    const u32 w_to = to + X_STAGE + across * W_STAGE;
-    w_lines.fetch(w_to, chunk * CODE_BYTES, lane);
+  auto x_of = [&](int stage) { return shared_address(stages) + stage * SLICE_STAGE; };
+  auto fetch_w = [&](int stage, int chunk) {
+    const u32 to = x_of(stage) + X_STAGE + across * W_STAGE;
+    w_lines.fetch(to, chunk * CODE_BYTES, lane);
     if constexpr (IN_BLOCKS)
-      w_scales.fetch(w_to + ROWS * W_PITCH, first_block<BLOCK>(chunk) * size_of(SCALE), lane);
-    fetch_x(p, to, chunk, first_m, m_here, across * 32 + lane);
+      w_scales.fetch(to + ROWS * W_PITCH, first_block<BLOCK>(chunk) * size_of(SCALE), lane);
   };
+  const int first_chunk = blockIdx.z * WK + slice, apart = WK * KC;
+  const int count = (p.chunks - first_chunk + apart - 1) / apart;
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++)
+    if (s < count) fetch_w(s, first_chunk + s * apart);
+  if (lane < RT) announce_scales(p, first + 16 * lane);
   if constexpr (KIND == LOOKUP) {
     undo = build_lut(lut, nullptr);
     __syncthreads();
   }
 
   Total acc[RT][NT][4] = {};
-  const int first_chunk = blockIdx.z * WK + slice, apart = WK * KC;
-  const int count = (p.chunks - first_chunk + apart - 1) / apart;
   follow();
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
-    if (s < count) fetch(s, first_chunk + s * apart);
+    if (s < count) fetch_x(p, x_of(s), first_chunk + s * apart, first_m, m_here, across * 32 + lane);
     asm volatile("cp.async.commit_group;");
   }
   for (int it = 0; it < count; it++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
     sync_slice(slice);  // all have this chunk, and none is still at the one overwritten next
     const int next = it + STAGES - 1;
-    if (next < count) fetch(next % STAGES, first_chunk + next * apart);
+    if (next < count) {
+      fetch_w(next % STAGES, first_chunk + next * apart);
+      fetch_x(p, x_of(next % STAGES), first_chunk + next * apart, first_m, m_here, across * 32 + lane);
+    }
     asm volatile("cp.async.commit_group;");
     const u8* x_at = stages + it % STAGES * SLICE_STAGE;
     const u8* codes = x_at + X_STAGE + across * W_STAGE;

@@ -131,6 +131,12 @@ __device__ __forceinline__ void open(Sum (*d)[NT][4], const Total (*acc)[NT][4])
       for (int i = 0; i < 4; i++) d[r][j][i] = CLOSES ? (Sum)BIASED : (Sum)acc[r][j][i];
 }
 
+// Asks for what the end wants of 16 rows of the weight to come as far as to the L2 cache.
+__device__ __forceinline__ void announce_scales(const Pair& p, int first) {
+  if constexpr (!IN_BLOCKS)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.scales + min(first, p.n - 1) / p.block_rows * p.scale_stride));
+}
+
 // The slices of a cluster together, in order, scaled, and out: each block of threads its share.
 __device__ __forceinline__ void finish_pair(const Pair& p, float* sums, const Total (*acc)[NT][4], int slice,
                                             int across, int first_m, int m_here, float undo) {

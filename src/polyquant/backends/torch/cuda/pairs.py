@@ -79,7 +79,7 @@ def multiply(a: QTensor, b: QTensor, y: torch.Tensor, cut: Cut | None) -> None:
     argument.x, argument.x_scales, argument.y = x.data_ptr(), x_scales.data_ptr(), y.data_ptr()
     argument.x_whole = None if a.tensor_scale is None else a.tensor_scale.data_ptr()
     argument.x_stride, argument.x_scale_stride = x_stride, x_scales.stride(0) * x_scales.itemsize
-    nvrtc.launch(launch.plan.function, launch.plan.grid, argument, early=True)
+    nvrtc.launch(launch.plan.function, launch.plan.grid, argument, waited=launch.waited)
 
 
 matmul = product_by(multiply)
@@ -87,12 +87,14 @@ matmul = product_by(multiply)
 
 class _Launch(NamedTuple):
     """What is known of a product before ``a`` and ``y`` are: the argument without them, and the
-    arrays that it points into. ``of_weight``: these are the weight's own, so it may be kept."""
+    arrays that it points into. ``of_weight``: these are the weight's own, so it may be kept.
+    ``waited``: see ``nvrtc.launch``."""
 
     plan: _Plan
     argument: _Pair
     arrays: tuple[torch.Tensor, ...]
     of_weight: bool
+    waited: set[int]
 
 
 def _launch_of(
@@ -115,7 +117,7 @@ def _launch_of(
     pointers = (0 if isinstance(each, int | None) else each.data_ptr() for each in arrays)
     argument = _Pair(*pointers, 0, strides[0], 0, strides[1], *plan.numbers)
     of_weight = codes.data_ptr() == b.data.data_ptr() and scales is b.scales
-    return _Launch(plan, argument, (codes, scales), of_weight)
+    return _Launch(plan, argument, (codes, scales), of_weight, set())
 
 
 def _lines(codes: torch.Tensor) -> torch.Tensor:
