@@ -36,7 +36,7 @@ _ROWS = {
     "cublas": ((300,), "q4s-32", "torch.triton.cublas"),
 }
 #: Rows of x, its scheme, that of a weight (out, in), and the kernel.
-_PAIRS = (
+PAIRS = (
     (8, "q8s-row", "q8s-row", "torch.nvrtc.pairs"),
     (16, "fp8-row", "fp8-row", "torch.nvrtc.pairs"),
     (8, "q8s-32", "q4s-32", "torch.nvrtc.pairs"),
@@ -45,7 +45,8 @@ _PAIRS = (
     (33, "q8s-32", "q8s-32", "torch.nvrtc.pairs"),
     (130, "q8s-row", "q8s-row", "torch.nvrtc.int8"),
     (40, "q8s-row", "q4s-row", "torch.nvrtc.int8"),
-    (70, "q8s/128:f32", "q4s/128:f16", "torch.nvrtc.int8"),
+    (70, "q8s-row", "q4s/128:f16", "torch.nvrtc.int8"),
+    (70, "q8s/128:f32", "q8s/128x128:f32", "torch.nvrtc.int8"),
     (130, "fp8-row", "fp8-row", "torch.nvrtc.fp8"),
     (70, "e4m3/1x128:f32", "fp8-128x128", "torch.nvrtc.fp8"),
     (40, "fp8-row", "mxfp4", "torch.nvrtc.fp8"),
@@ -55,12 +56,13 @@ _PAIRS = (
     (130, "fp8-row", "fp8-row", "torch.cublas.fp8"),
     (8, "fp8-row", "mxfp4", "torch.cublas.bf16"),
 )
-#: Cuts whose blocks of threads share k in clusters, share an operand, or have several parts.
-_CLUSTERS = {
-    "wgmma.cu": ("q4s-32", ((1, 8, 4, 1, 2, 3, 256, 1), (1, 8, 4, 2, 2, 2, 256, 1))),
-    "wide.cu": ("q8s-row", ((1, 1, 16, 4, 1, 4), (2, 1, 8, 1, 2, 6), (2, 1, 16, 2, 2, 3))),
-    "wide.cu, parts": ("q8s/128:f32", ((2, 1, 8, 1, 1, 4, 1, 4), (1, 1, 8, 2, 1, 4, 1, 2))),
-}
+#: x (bf16, or its scheme), a weight, and cuts whose blocks of threads share k in clusters, share an
+#: operand, or have several parts.
+_CUTS = (
+    ("", "q4s-32", ((1, 8, 4, 1, 2, 3, 256, 1), (1, 8, 4, 2, 2, 2, 256, 1))),
+    ("q8s-row", "q8s-row", ((1, 1, 16, 4, 1, 4), (2, 1, 8, 1, 2, 6), (2, 1, 16, 2, 2, 3))),
+    ("q8s/128:f32", "q8s/128x128:f32", ((2, 1, 8, 1, 1, 4, 1, 4), (1, 1, 8, 2, 1, 4, 1, 2))),
+)
 
 
 def floats(*shape: int, seed: int = 1, kind: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -82,7 +84,7 @@ def products() -> dict[str, Callable[[], torch.Tensor]]:
         found |= {f"{name} {m}": (floats(m, k), right, kernel) for m in counts}
     in_out = quantized("q4s-32", k, 256)
     found |= {f"mma_n.cu {m}": (floats(m, k), in_out, MMA) for m in (1, 20)}
-    for m, left, scheme, kernel in _PAIRS:
+    for m, left, scheme, kernel in PAIRS:
         right = quantized(scheme, 256, 1024).mT
         found[f"{m} {left} x {scheme} {kernel}"] = (quantized(left, m, 1024), right, kernel)
     return {
@@ -96,13 +98,11 @@ def _cut_otherwise() -> dict[str, Callable[[], torch.Tensor]]:
     mma, wide = (import_module(f"polyquant.backends.torch.cuda.{name}") for name in ("mma", "wide"))
     tiles = import_module("polyquant.backends.nvidia.tiles").Tiles
     found: dict[str, Callable[[], torch.Tensor]] = {}
-    for name, (scheme, cuts) in _CLUSTERS.items():
-        module, kind = (mma, tiles) if name == "wgmma.cu" else (wide, wide.Cut)
-        right = quantized(scheme, 320, 1024).mT
-        left = floats(64, 1024) if module is mma else quantized(scheme, 200, 1024)
-        found |= {
-            f"{name} {each}": partial(_cut, module, left, right, kind(*each)) for each in cuts
-        }
+    for left, scheme, cuts in _CUTS:
+        module, kind = (wide, wide.Cut) if left else (mma, tiles)
+        x = quantized(left, 200, 1024) if left else floats(64, 1024)
+        call = partial(_cut, module, x, quantized(scheme, 320, 1024).mT)
+        found |= {f"{left} x {scheme} {each}": partial(call, kind(*each)) for each in cuts}
     return found
 
 

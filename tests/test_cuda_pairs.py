@@ -32,6 +32,15 @@ def _chosen(values: tuple[str, str], m: int) -> str | None:
     return explain_problem("torch", problem).kernel
 
 
+def test_what_the_sanitizer_sees_is_taken() -> None:
+    from cuda_products import PAIRS
+
+    for m, left, right, name in PAIRS:
+        sides = as_scheme(left), as_scheme(right)
+        problem = Problem("matmul", "cuda", *sides, ((0, 1), (1, 0)), m, 256, 1024)
+        assert _kernel(name).why_not(problem) is None, (left, right, name)
+
+
 def _kernel(name: str) -> Any:
     found = import_module("polyquant.backends.torch.cuda.kernels").KERNELS
     return next(kernel for kernel in found if kernel.name == name)
