@@ -208,10 +208,21 @@ def test_a_program_names_a_kernel_by_what_it_is_compiled_of(
     q, x = weight("q4s", 24, 64).mT, floats(3, 64)
     for dtype in ("bfloat16", "float32", "bfloat16"):
         run = partial(batches.matmul.__wrapped__, product._by_rows, kind=jnp.dtype(dtype))
-        jax.eval_shape(run, x, q)
+        jax.jit(run).trace(x, q).lower(lowering_platforms=("cuda",))
     first, second, third = (call["kernel"] for call in launched)
     assert first == third != second
     assert len(first) == 64
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_an_exported_program_is_decoded_by_xla(dtype: str, launched: list[dict[str, Any]]) -> None:
+    """It may run in another process, which knows of no kernel; XLA promises no calls either."""
+    q, x = weight("nf4", 24, 64).mT, floats(3, 64, dtype=dtype)
+    run = jax.jit(lambda x, q: product_by(KERNEL, x, q, x.dtype))
+    exported = jax.export.export(run, platforms=("cpu", "cuda"))(x, q)
+    assert "polyquant_cuda_launch" not in exported.mlir_module() and not launched
+    again = jax.export.deserialize(exported.serialize())
+    assert not error(again.call(x, q), x, q)
 
 
 # -- around the launch ------------------------------------------------------------------------
@@ -238,6 +249,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if not IS_GPU:
         monkeypatch.setattr(product, "_launched", run)
+        monkeypatch.setattr(product, "_in_programs", product._by_call)
         jax.clear_caches()
 
 

@@ -118,6 +118,28 @@ def test_under_vmap_and_scan(scheme: str) -> None:
         np.testing.assert_allclose(made[same], wanted[same], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("shape", [(64,), (64, 3), (2, 64, 3)], ids=str)
+def test_a_quantized_left_operand(shape: tuple[int, ...]) -> None:
+    x = array(*shape)
+    for q in (pq.quantize(array(40, 64), "nf4"), pq.quantize(array(64, 40), "nf4").mT,
+              pq.quantize(array(2, 40, 64), "q4s-32")):  # fmt: skip
+        run = jax.jit(lambda q, x: pq.matmul(q, x))
+        assert CALL in run.lower(q, x).as_text()
+        wanted = pq.matmul(q.to("numpy"), host(x))
+        np.testing.assert_allclose(run(q, x), wanted, rtol=1e-5, atol=1e-5)
+        if len(shape) == 2 == q.ndim:
+            (turned,) = jax.linear_transpose(lambda x: pq.matmul(q, x), x)(array(40, 3))  # noqa: B023
+            values = host(q.dequantize())
+            np.testing.assert_allclose(turned, values.T @ host(array(40, 3)), rtol=1e-4, atol=1e-4)
+
+
+def test_without_jit() -> None:
+    x, q = array(2, 5, 64), pq.quantize(array(48, 64), "q4s-32")
+    with jax.disable_jit():
+        made = jax.vmap(lambda x: by_rows(x, q))(x)
+    np.testing.assert_allclose(made, by_rows(x, q), rtol=1e-5, atol=1e-5)
+
+
 def test_derivatives_and_a_transposed_product() -> None:
     q = pq.quantize(array(48, 64), "q4s-32")
     x, values = array(5, 64), host(q.dequantize())

@@ -1,4 +1,4 @@
-"""The compiled kernels of the CPU in XLA's programs: products of float rows by a quantized weight.
+"""The compiled kernels of the CPU in XLA's programs: products of floats and a weight.
 
 A product is a custom call of XLA's FFI, which hands the kernels its own memory. XLA can neither
 split such a call over devices nor export it, so programs of several devices and exported ones have
@@ -8,18 +8,18 @@ the definition in its place.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from polyquant import standard
 from polyquant.backends.jax import batches, handlers
 from polyquant.backends.native.compiled import missing
 from polyquant.backends.native.weights import facts_of
+from polyquant.jax.linear import product_by
 from polyquant.kernel import Kernel, Problem
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
@@ -38,45 +38,44 @@ def _why_not(problem: Problem) -> str | None:
         return "the operands are plain, and jax.native.matmul reads them where they lie"
     if jax.device_count("cpu") > 1:
         return "XLA may split traced operands over the CPU's devices, and it cannot split a call"
-    if isinstance(problem.a, QuantScheme) or not isinstance(problem.b, QuantScheme):
-        return "it multiplies float rows by a quantized weight"
-    if problem.a == "float64":
+    sides = (problem.a, problem.b)
+    if [isinstance(side, QuantScheme) for side in sides].count(True) != 1:
+        return "it multiplies floats and a quantized weight"
+    if "float64" in sides:
         return "it computes in float32, and a float64 operand asks for more"
     if not problem.m or not problem.n or not problem.k:
         return "an extent is zero, or not known"
-    axes = problem.layout[1] or ()
+    axes = problem.layout[0] or problem.layout[1] or ()
     if not 2 <= len(axes) <= _MOST_AXES or axes[:-2] != tuple(range(len(axes) - 2)):
         return "the weight's matrices must be its last two axes, and those the last stored"
     return None
 
 
-def _run(x: Array, weight: QTensor, kind: Any) -> Array:
-    made: Array = batches.matmul(_by_rows, x, weight, kind)
-    return made
+def _run(a: Any, b: Any, kind: Any) -> Array:
+    if isinstance(b, QTensor):
+        made: Array = batches.matmul(_by_rows, a, b, kind)
+        return made
+    # q @ x is the transpose of x.mT @ q.mT, and a vector has nothing to transpose.
+    rows = b if b.ndim == 1 else b.mT
+    run = partial(product_by, KERNELS[0]) if a.ndim == 2 else _run
+    turned = run(rows, a.mT, kind)
+    return turned if b.ndim == 1 else turned.mT
 
 
 def _by_rows(x: Array, weight: QTensor, kind: Any) -> Array:
     """x (batch, m, k) by a weight whose other axes are that batch."""
-    if not x.size:  # as vmap of no products brings
-        return _by_definition(x, *jax.tree.leaves(weight), **_known(weight, kind))
-    made: Array = _product_p.bind(x, *jax.tree.leaves(weight), **_known(weight, kind))
-    return made
+    run = _in_programs if x.size else _by_definition  # vmap may bring no products
+    return run(x, weight, kind)
 
 
-def _known(weight: QTensor, kind: Any) -> dict[str, Any]:
-    return {"structure": jax.tree.structure(weight), "kind": kind}
-
-
-def _by_definition(x: Array, *leaves: Array, structure: Any, kind: Any) -> Array:
-    weight: QTensor = jax.tree.unflatten(structure, leaves)
+def _by_definition(x: Array, weight: QTensor, kind: Any) -> Array:
     y: Array = standard.matmul(x.reshape(*weight.shape[:-2], *x.shape[-2:]), weight, kind)
     return y.reshape(*x.shape[:2], weight.shape[-1])
 
 
-def _by_call(x: Array, *leaves: Array, structure: Any, kind: Any) -> Array:
+def _by_call(x: Array, weight: QTensor, kind: Any) -> Array:
     """The custom call; ``native/xla_product.h`` says what it is told."""
     handlers.native(_TARGET, "xla_product", "cpu", ("execute",))
-    weight: QTensor = jax.tree.unflatten(structure, leaves)
     out = kind if kind in (jnp.float32, jnp.float16, jnp.bfloat16) else jnp.float32
     arrays = [x]
     along_k = weight.axes[-1] == weight.ndim - 2
@@ -115,20 +114,6 @@ def _constant(table: Array | F32) -> Array:
         return jnp.asarray(table)
 
 
-def _lower_for_cpu(ctx: Any, *operands: Any, **known: Any) -> Any:
-    told = getattr(ctx.module_context, "lowering_parameters", None)
-    run = _by_definition if getattr(told, "for_export", False) else _by_call
-    return mlir.lower_fun(run, multiple_results=False)(ctx, *operands, **known)
-
-
-def _result(x: Any, *leaves: Any, structure: Any, kind: Any) -> Any:
-    n = jax.tree.unflatten(structure, leaves).shape[-1]
-    return x.update(shape=(*x.shape[:2], n), dtype=jnp.dtype(kind), weak_type=False)
-
-
-_product_p = Primitive("polyquant_native_product")
-_product_p.def_abstract_eval(_result)
-mlir.register_lowering(_product_p, mlir.lower_fun(_by_definition, multiple_results=False))
-mlir.register_lowering(_product_p, _lower_for_cpu, platform="cpu")
+_in_programs = batches.in_programs("polyquant_native_product", "cpu", _by_call, _by_definition)
 
 KERNELS = (Kernel("jax.ffi.matmul", "matmul", _why_not, _run),)

@@ -1,6 +1,7 @@
 """Products by kernels that take rows, under every batch: other axes of a weight, and those of vmap.
 
-A kernel here multiplies x (batch, m, k) by a weight whose axes but the last two are that batch.
+A kernel here multiplies x (batch, m, k) by a weight whose axes but the last two are that batch. In
+a program it is a custom call of XLA's, which ``jax.export`` takes no promises of.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from polyquant.qtensor import QTensor
 
@@ -81,3 +84,40 @@ def _is_batch(weight: QTensor, by_weight: QTensor) -> bool:
     of_each = (by_weight.data, by_weight.scales, by_weight.offsets)
     of_all = (by_weight.tensor_scale, by_weight.table)
     return all(mine is not False for mine in of_each) and True not in of_all
+
+
+def in_programs(name: str, platform: str, call: ByRows, elsewhere: ByRows) -> ByRows:
+    """``call`` in programs for a platform, ``elsewhere`` in those for others and in exported ones.
+
+    Which of them it is, is known when a program is lowered.
+    """
+    product = Primitive(name)
+
+    def by_rows(x: Array, weight: QTensor, kind: Any) -> Array:
+        leaves, structure = jax.tree.flatten(weight)
+        made: Array = product.bind(x, *leaves, structure=structure, kind=kind)
+        return made
+
+    def result(x: Any, *leaves: Any, structure: Any, kind: Any) -> Any:
+        n = jax.tree.unflatten(structure, leaves).shape[-1]
+        return x.update(shape=(*x.shape[:2], n), dtype=jnp.dtype(kind), weak_type=False)
+
+    def lowered(run: ByRows, ctx: Any, *operands: Any, **known: Any) -> Any:
+        told = getattr(ctx.module_context, "lowering_parameters", None)
+        chosen = elsewhere if getattr(told, "for_export", False) else run
+
+        def of(x: Array, *leaves: Array, structure: Any, kind: Any) -> Array:
+            return chosen(x, jax.tree.unflatten(structure, leaves), kind)
+
+        return mlir.lower_fun(of, multiple_results=False)(ctx, *operands, **known)
+
+    def at_once(
+        x: Array, *leaves: Array, structure: Any, kind: Any
+    ) -> Array:  # as disable_jit wants
+        return elsewhere(x, jax.tree.unflatten(structure, leaves), kind)
+
+    product.def_impl(at_once)
+    product.def_abstract_eval(result)
+    mlir.register_lowering(product, partial(lowered, elsewhere))
+    mlir.register_lowering(product, partial(lowered, call), platform=platform)
+    return by_rows

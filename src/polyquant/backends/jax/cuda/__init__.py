@@ -6,14 +6,13 @@ another machine's, and is answered for one that has everything.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import jax
 
-from polyquant import standard
 from polyquant.backends.nvidia import schemes
 from polyquant.kernel import Kernel, Problem
 from polyquant.scheme import QuantScheme
@@ -83,12 +82,7 @@ def _why_not(problem: Problem) -> str | None:
 
 
 def _run(x: Any, weight: Any, kind: Any) -> Any:
-    """Traced code may yet be compiled for another platform than that of JAX's default device."""
-    run = partial(import_module(f"{__name__}.product").matmul, kind=kind)
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((x, weight))):
-        return run(x, weight)
-    elsewhere = partial(standard.matmul, kind=kind)
-    return jax.lax.platform_dependent(x, weight, cuda=run, default=elsewhere)
+    return import_module(f"{__name__}.product").matmul(x, weight, kind)
 
 
 KERNELS = (Kernel("jax.nvrtc.mma", "matmul", _why_not, _run),)

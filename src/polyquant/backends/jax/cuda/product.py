@@ -32,14 +32,22 @@ def matmul(x: Array, weight: QTensor, kind: Any) -> Array:
 
 
 def _by_rows(x: Array, weight: QTensor, kind: Any) -> Array:
-    """As many rows at a time as planes of float32 leave together; more than a kernel is for, which
-    vmap can bring, or none, by XLA."""
-    planes, m = planning.PLANES[str(x.dtype)], x.shape[1]
+    """More rows than a kernel is for, which vmap can bring, or none, are XLA's."""
     by_n = weight.axes[-1] == weight.ndim - 1
-    if not x.size or m > most_rows(str(x.dtype), weight.scheme, by_n=by_n):
-        run = standard.matmul if planes > 1 else accelerators.narrow
-        y: Array = run(x.reshape(*weight.shape[:-2], *x.shape[-2:]), weight, kind)
-        return y.reshape(*x.shape[:2], weight.shape[-1])
+    most = most_rows(str(x.dtype), weight.scheme, by_n=by_n)
+    run = _in_programs if x.size and x.shape[1] <= most else _by_xla
+    return run(x, weight, kind)
+
+
+def _by_xla(x: Array, weight: QTensor, kind: Any) -> Array:
+    run = standard.matmul if planning.PLANES[str(x.dtype)] > 1 else accelerators.narrow
+    y: Array = run(x.reshape(*weight.shape[:-2], *x.shape[-2:]), weight, kind)
+    return y.reshape(*x.shape[:2], weight.shape[-1])
+
+
+def _by_call(x: Array, weight: QTensor, kind: Any) -> Array:
+    """As many rows at a time as planes of float32 leave together."""
+    planes, m = planning.PLANES[str(x.dtype)], x.shape[1]
     step = planning.TOGETHER // planes if planes > 1 else m
     parts = [_launched(x[:, i : i + step], weight, kind) for i in range(0, m, step)]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
@@ -100,3 +108,6 @@ def split_planes(x: Array) -> Array:
         rest = jnp.where(is_finite, rest - part, 0.0)
     batch, m, k = x.shape
     return jnp.stack(planes, axis=2).reshape(batch, 3 * m, k)
+
+
+_in_programs = batches.in_programs("polyquant_nvrtc_product", "cuda", _by_call, _by_xla)
