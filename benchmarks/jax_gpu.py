@@ -4,7 +4,8 @@ A time is that of one product in a jitted loop over several copies of the weight
 so that weights come from memory), in which each product takes the result of the one before it: the
 median of several calls, divided by the products in one. It is first compared with the definition
 on the same codes; one that fails, or is not compiled, is recorded with its reason. Where torch sees
-the GPU, its times are those of the same product in a CUDA graph over as many copies.
+the GPU, its times are those of the same product in a CUDA graph over as many copies: as torch
+launches it, and where each kernel begins after the one before it has ended, as in XLA's programs.
 
     python benchmarks/jax_gpu.py [--out benchmarks/results/jax_gpu.json] [--seconds 40]
     JAX_PLATFORMS=cpu python benchmarks/jax_gpu.py --size 256        (a trial without a GPU)
@@ -22,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -188,13 +190,13 @@ def measure(found: dict[str, Any], all_rows: Any, end: float) -> Iterator[None]:
         )
         (found["schemes"][scheme] if scheme else found["bf16"])[m] = got
         yield
-    for (scheme, m), time_us in torch_us(size, end):
-        found["schemes"][scheme][m]["torch_us"] = time_us
+    for (scheme, m), times in torch_us(size, end):
+        found["schemes"][scheme][m] |= times
         yield
     print(f"measured: {time.monotonic() - begin:.0f} s", flush=True)
 
 
-def torch_us(size: int, end: float) -> Iterator[tuple[tuple[str, int], float]]:
+def torch_us(size: int, end: float) -> Iterator[tuple[tuple[str, int], dict[str, float]]]:
     """Times of the same kernels under torch, which are compiled already."""
     if find_spec("torch") is None:
         return
@@ -202,7 +204,16 @@ def torch_us(size: int, end: float) -> Iterator[tuple[tuple[str, int], float]]:
 
     if not torch.cuda.is_available():
         return
-    from polyquant.backends.torch.cuda import mma, tune
+    from polyquant.backends.torch.cuda import mma, nvrtc, tune
+
+    attributes = nvrtc._attributes
+
+    def time_us(calls: list[Any], *, early: bool) -> float:
+        with mock.patch.object(
+            nvrtc, "_attributes", lambda z, asked: attributes(z, asked and early)
+        ):
+            nvrtc._config.cache_clear()
+            return round(tune.graph_us(calls, CALLS), 2)
 
     place = torch.device("cuda:0")
     for scheme in SCHEMES:
@@ -212,23 +223,24 @@ def torch_us(size: int, end: float) -> Iterator[tuple[tuple[str, int], float]]:
                 return
             x, y = (torch.randn(m, size, device=place).to(torch.bfloat16) for _ in range(2))
             calls = [partial(mma.multiply, x, weight, y, None) for weight in copies]
-            yield (scheme, m), round(tune.graph_us(calls, CALLS), 2)
+            ways = {"torch_us": True, "torch_in_turn_us": False}
+            yield (scheme, m), {name: time_us(calls, early=early) for name, early in ways.items()}
 
 
 def report(found: dict[str, Any]) -> None:
-    """A line per scheme: us (speed-up over XLA's bf16; torch's time of ours)."""
+    """A line per scheme: us (XLA's bf16, torch's launches and torch's in turn, over ours)."""
     print(f"{found['device']}, jax {found['jax']}, {found['size']} x {found['size']}; us")
-    print("rows of x".ljust(12), *(str(m).rjust(22) for m in ROWS_OF_X))
+    print("rows of x".ljust(12), *(str(m).rjust(26) for m in ROWS_OF_X))
     lines = {"bf16, XLA": found["bf16"], **found["schemes"]}
     for name, by_rows in lines.items():
         cells = []
         for m in ROWS_OF_X:
             case, base = by_rows.get(m, {}), found["bf16"].get(m, {}).get("us")
-            own, torch = case.get("us"), case.get("torch_us")
-            notes = [f"{base / own:.2f}"] if own and base and by_rows is not found["bf16"] else []
-            notes += [f"{torch / own:.2f}"] if own and torch else []
+            own, others = case.get("us"), [case.get("torch_us"), case.get("torch_in_turn_us")]
+            bases = [*([] if by_rows is found["bf16"] else [base]), *others]
+            notes = [f"{each / own:.2f}" for each in bases if own and each]
             cells.append(f"{own or 'failed'}" + (f" ({'; '.join(notes)})" if notes else ""))
-        print(name.ljust(12), *(cell.rjust(22) for cell in cells))
+        print(name.ljust(12), *(cell.rjust(26) for cell in cells))
     for name, by_rows in lines.items():
         for m, case in by_rows.items():
             if "failed" in case:
