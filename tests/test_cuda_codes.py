@@ -15,6 +15,7 @@ SIGNED, UNSIGNED, MINIFLOAT = range(3)
 #: Kind, bits, bits of the mantissa.
 KINDS = (
     *((kind, bits, 0) for kind in (SIGNED, UNSIGNED) for bits in range(1, 9)),
+    (MINIFLOAT, 4, 1),
     (MINIFLOAT, 6, 2),
     (MINIFLOAT, 6, 3),
 )
@@ -75,7 +76,8 @@ inline void decode(const u8*, int, u32, u32, u32, float, const u32*, u32*) {}
 }
 extern "C" float %(name)s(const u8* line, int zero, u32* a) {
   using namespace kind_%(name)s;
-  const u32 minus = zero < 0 ? MINUS_SIGN : minus_zero(both(SIGN + zero));
+  const u32 plain = KIND == MINIFLOAT ? both(POWER) : MINUS_SIGN;
+  const u32 minus = zero < 0 ? plain : minus_zero(both(SIGN + zero));
   for (int t = 0; t < 4; t++) {
     u32 word;
     memcpy(&word, line + 4 * t, 4);

@@ -461,6 +461,13 @@ struct Numbers {
     }
   }
 
+  // Those of the second of each two come where those of the first are.
+  template <int SIZE>
+  __device__ __forceinline__ void second() {
+#pragma unroll
+    for (int i = 0; i < (BYTES + 3) / 4; i++) words[i] >>= 8 * SIZE;
+  }
+
   // The bits of number i, of SIZE bytes.
   template <int SIZE>
   __device__ __forceinline__ u32 at(int i) const {
@@ -469,6 +476,18 @@ struct Numbers {
     return words[i / EACH] >> i % EACH * (8 * SIZE) & ((1ull << 8 * SIZE) - 1);
   }
 };
+
+// Number i, as a float32.
+template <int TYPE, int BYTES>
+__device__ __forceinline__ float number(const Numbers<BYTES>& numbers, int i) {
+  if constexpr (TYPE == UE8M0_T) {  // two at once, as bf16
+    u32 two = __vmaxu2(__byte_perm(numbers.words[i / 4], 0, i % 4 < 2 ? 0x1404 : 0x3424) >> 1, both(0x40));
+    asm("fma.rn.bf16x2 %0, %0, %1, %0;" : "+r"(two) : "r"(0));
+    return __uint_as_float(i % 2 ? two & 0xFFFF0000u : two << 16);
+  }
+  const u32 bits = numbers.template at<size_of(TYPE)>(i);
+  return number<TYPE>((const u8*)&bits);
+}
 
 // The number of pair q of the 32 values of group c: see pair_of in wgmma.cu.
 template <int SIZE, int BYTES>
@@ -522,26 +541,22 @@ __device__ __forceinline__ void sync_slice(int slice) {
 
 // -- sums -----------------------------------------------------------------------------------------
 
-// The sums of one block, scaled, into the sums of all.
-__device__ __forceinline__ void close_block(float (*acc)[4], const float (*d)[4],
-                                            const float (*sum_x)[2], const u8* scales,
-                                            const u8* offsets) {
+// The sums of one block, scaled, into the sums of all: rows g and g + 8.
+__device__ __forceinline__ void close_block(float (*acc)[4], const float (*d)[4], const float (*sum_x)[2],
+                                            const float* s, const float* o) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float s = number<SCALE>(scales + half * 8 * SCALE_PITCH);
-    float o = 0.0f;
-    if constexpr (SUMS_X) o = number<OFFSET_TYPE>(offsets + half * 8 * OFFSET_PITCH);
 #pragma unroll
     for (int j = 0; j < NT; j++) {
 #pragma unroll
       for (int c = 0; c < (X_ROWS == 1 ? 1 : 2); c++) {  // of one row of x only column 0 counts
         float whole = d[j][2 * half + c];
         float& to = acc[j][2 * half + c];
-        if constexpr (OFFSET == FLOAT_ZERO) whole = __fsub_rn(whole, __fmul_rn(o, sum_x[j][c]));
+        if constexpr (OFFSET == FLOAT_ZERO) whole = __fsub_rn(whole, __fmul_rn(o[half], sum_x[j][c]));
         if constexpr (OFFSET == BIAS) {
-          to += __fadd_rn(__fmul_rn(whole, s), __fmul_rn(o, sum_x[j][c]));
+          to += __fadd_rn(__fmul_rn(whole, s[half]), __fmul_rn(o[half], sum_x[j][c]));
         } else {
-          to = fmaf(whole, s, to);
+          to = fmaf(whole, s[half], to);
         }
       }
     }

@@ -18,22 +18,42 @@ __device__ __forceinline__ u32 minus_zero(u32 zero2) {
 constexpr u32 MINUS_SIGN =
     SIGN ? both(0x8000u | ((F16 ? 15 - 9 : 127 - 6) + BITS - 1) << EXPONENT) : MINUS_ZERO2;
 
+// A minifloat's exponent and mantissa in place are the number over a power of two, subnormals too.
+constexpr int UP = EXPONENT - MANTISSA;
+constexpr u32 POWER = (F16 ? 31 : 255) - (1 << (KIND == MINIFLOAT ? BITS - 2 - MANTISSA : 0)) << EXPONENT;
+
+// The pair of minifloats AT bits up in each half in place, and the sign at the top. Where there is room
+// for both beside each other, one multiplication moves them.
+template <int AT>
+__device__ __forceinline__ u32 in_place(u32 w) {
+  constexpr u32 SIZE = both(((1u << (BITS - 1)) - 1) << UP), TOPS = both(0x8000u);
+  constexpr int TO_TOP = 16 - BITS - AT;
+  if constexpr (UP + BITS <= 16 - BITS && AT <= UP) {
+    return (w & both(((1u << BITS) - 1) << AT)) * ((1u << (UP - AT)) + (1u << TO_TOP)) & (SIZE | TOPS);
+  } else {
+    return (AT < UP ? w << (UP - AT & 31) : w >> (AT - UP & 31)) & SIZE | w << TO_TOP & TOPS;
+  }
+}
+
 // 8 codes of which each half holds four, or where FOURS the halves of two words two each: the pairs
 // (i, i + 4), or (0, 2), (1, 3), (4, 6), (5, 7).
 constexpr bool FOURS = BITS > 4 && (INTEGERS || KIND == MINIFLOAT);
-__device__ __forceinline__ void numbers_of(uint2 halves, u32 sign, u32 minus, u32* a) {
-  constexpr int BESIDE = 8 / BITS * BITS;  // bits of a half that are read without a shift
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const u32 word = FOURS && i > 1 ? halves.y : halves.x;
-    const int bit = BITS * (FOURS ? i % 2 : i), at = bit % BESIDE;
-    if constexpr (KIND == MINIFLOAT) {
-      a[i] = from_fields(word >> bit, 0, 0);
-    } else {
-      const u32 w = word >> bit / BESIDE * BESIDE;
-      a[i] = fma2(SIGN ? and_xor(w, MASK << at, sign << at) : w & MASK << at, both(TOP - (at << EXPONENT)), minus);
-    }
+template <int I>
+__device__ __forceinline__ u32 pair_at(uint2 halves, u32 sign, u32 minus) {
+  const u32 word = FOURS && I > 1 ? halves.y : halves.x;
+  constexpr int BIT = BITS * (FOURS ? I % 2 : I), BESIDE = 8 / BITS * BITS;  // bits that are read without a shift
+  if constexpr (KIND == MINIFLOAT) {
+    return fma2(in_place<BIT>(word), minus, MINUS_ZERO2);
+  } else {
+    constexpr int AT = BIT % BESIDE;
+    const u32 w = word >> BIT / BESIDE * BESIDE;
+    return fma2(SIGN ? and_xor(w, MASK << AT, sign << AT) : w & MASK << AT, both(TOP - (AT << EXPONENT)), minus);
   }
+}
+// `minus`: of minifloats what they are multiplied by.
+__device__ __forceinline__ void numbers_of(uint2 halves, u32 sign, u32 minus, u32* a) {
+  a[0] = pair_at<0>(halves, sign, minus), a[1] = pair_at<1>(halves, sign, minus);
+  a[2] = pair_at<2>(halves, sign, minus), a[3] = pair_at<3>(halves, sign, minus);
 }
 
 // 8 codes at a thread's place in a group's bytes as such halves; `word`: those of 4 bits.
@@ -47,7 +67,8 @@ __device__ __forceinline__ uint2 halves_of(const u8* line, int t, u32 word) {
   const u32 low = __funnelshift_r(words[0], words[1], shift);
   if constexpr (BITS == 3) return make_uint2(merge(low, low << 4, 0xFFFF), 0);
   constexpr int APART = 16 - 2 * BITS & 15;
-  const u32 high = __funnelshift_r(low, __funnelshift_r(words[1], words[2], shift), 4 * BITS & 31);
+  const u32 rest = BITS == 7 ? __funnelshift_r(words[1], words[2], shift) : words[1] >> shift;
+  const u32 high = __funnelshift_r(low, rest, 4 * BITS & 31);
   return make_uint2(merge(low, low << APART, 0xFFFF), merge(high, high << APART, 0xFFFF));
 }
 
@@ -55,7 +76,7 @@ __device__ __forceinline__ uint2 halves_of(const u8* line, int t, u32 word) {
 // and `zero` are those of codes.cuh.
 __device__ __forceinline__ void few(const u8* line, int t, u32 word, u32 magic, u32 minus, float zero,
                                     const u32* lut, u32* a) {
-  if constexpr (INTEGERS || FOURS) {
+  if constexpr (INTEGERS || KIND == MINIFLOAT) {
     numbers_of(halves_of(line, t, word), magic, minus, a);
   } else {
     decode(line, t, word, magic, minus, zero, lut, a);

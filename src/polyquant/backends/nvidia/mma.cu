@@ -52,6 +52,10 @@ constexpr bool EXACT = SCALE == UE4M3_T && OFFSET == NO_OFFSET && BITS <= 4 && (
 constexpr bool SCALED = IN_BLOCKS && !F16 && !SUMS_X && (EXACT || (PLANES == 1 && NT > 2));
 constexpr bool CLOSES = IN_BLOCKS && !SCALED;
 
+// A chunk's scales and offsets of a thread's rows in registers, where these are not too many.
+constexpr bool HELD = IN_BLOCKS && RT * ((SCALE_BYTES + 3) / 4 + (OFFSET_BYTES + 3) / 4) <= 16 &&
+                      !(HALVES && SCALED && size_of(SCALE) == 4);
+
 constexpr int X_PITCH = CHUNK * 2 + 64;  // a quarter of a warp reads two rows: other banks
 constexpr int X_STAGE = X_ROWS * X_PITCH, SLICE_STAGE = WN * WARP_STAGE + X_STAGE;
 
@@ -115,6 +119,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
     const u8* offsets = codes + ROWS * (CODE_PITCH + SCALE_PITCH) + g * OFFSET_PITCH;
     const u8* mine = codes + lane % 16 * CODE_PITCH + lane / 16 * 16;  // see load_words
     codes += g * CODE_PITCH;
+    Numbers<SCALE_BYTES> held_scales[2 * RT];
+    Numbers<OFFSET_BYTES> held_offsets[2 * RT];
+    if constexpr (HELD) {
+#pragma unroll
+      for (int i = 0; i < 2 * RT; i++) {
+        held_scales[i].load(scales + 8 * i * SCALE_PITCH);
+        held_offsets[i].load(offsets + 8 * i * OFFSET_PITCH);
+        if (HALVES && SCALED && t > 1) held_scales[i].template second<size_of(SCALE)>();
+        if (HALVES && OFFSET == INTEGER_ZERO && t > 1) held_offsets[i].template second<1>();
+      }
+    }
+    // Those of rows 8 i + g, for a block of the chunk.
+    auto scale_of = [&](int i, int block) {
+      if constexpr (HELD) return number<SCALE>(held_scales[i], block);
+      return number<SCALE>(scales + 8 * i * SCALE_PITCH + block * size_of(SCALE));
+    };
+    auto offset_of = [&](int i, int block) {
+      if constexpr (HELD) return number<OFFSET_TYPE>(held_offsets[i], block);
+      return number<OFFSET_TYPE>(offsets + 8 * i * OFFSET_PITCH + block * size_of(OFFSET_TYPE));
+    };
+    auto zeros_of = [&](int i, int block) {
+      if constexpr (HELD) return __byte_perm(held_offsets[i].words[block / 4], 0, 0x4040 | block % 4 * 0x0101);
+      return both(1) * offsets[8 * i * OFFSET_PITCH + block];
+    };
     u32 words[RT][GROUPS][2];
     if constexpr (BITS == 4) {
 #pragma unroll
@@ -130,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
       const int block = HALVES ? 2 * c : c / BLOCK_GROUPS;
 #pragma unroll
       for (int e = 0; e < BLOCK_GROUPS; e++) {
-        const int own = HALVES ? 2 * (c + e) + t / 2 : (BLOCK >= CHUNK ? 0 : (c + e) * 32 / BLOCK);
+        const int own = HALVES ? 2 * (c + e) + (HELD ? 0 : t / 2) : (BLOCK >= CHUNK ? 0 : (c + e) * 32 / BLOCK);
         u32 b[NT][4];
 #pragma unroll
         for (int j = 0; j < NT; j++)
@@ -140,19 +168,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
           u32 a[2][4];
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            u32 minus = INTEGERS ? MINUS_SIGN : subtrahend(SIGN);
-            float zero = 8388608.0f + SIGN;
+            u32 minus = INTEGERS ? MINUS_SIGN : KIND == MINIFLOAT ? both(POWER) : subtrahend(SIGN);
+            float zero = 8388608.0f + SIGN, scale = 1.0f;
             if constexpr (OFFSET == INTEGER_ZERO) {
-              u32 z = SIGN + offsets[(16 * r + 8 * half) * OFFSET_PITCH + own];
-              minus = INTEGERS ? minus_zero(both(1) * z) : subtrahend(z);
-              zero = __uint_as_float(0x4B000000u | z);
+              const u32 zeros = both(SIGN) + zeros_of(2 * r + half, own);
+              minus = INTEGERS ? minus_zero(zeros) : subtrahend(0) + zeros;
+              zero = __uint_as_float(0x4B000000u | zeros & 0xFFFF);
             }
+            if constexpr (SCALED) scale = scale_of(2 * r + half, own);
             few(codes + (16 * r + 8 * half) * CODE_PITCH + (c + e) * 4 * BITS, t,
-                   words[r][c + e][half], magic, minus, zero, lut, a[half]);
+                words[r][c + e][half], magic, minus, zero, lut, a[half]);
             if constexpr (SCALED) {
-              const float s = number<SCALE>(scales + (16 * r + 8 * half) * SCALE_PITCH + own * size_of(SCALE));
 #pragma unroll
-              for (int i = 0; i < 4; i++) a[half][i] = fma2(a[half][i], pack(s, s), MINUS_ZERO2);
+              for (int i = 0; i < 4; i++) a[half][i] = fma2(a[half][i], pack(scale, scale), MINUS_ZERO2);
             }
           }
 #pragma unroll
@@ -193,9 +221,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
 #pragma unroll
           for (int j = 0; j < NT; j++) sum_x[j][0] = ones[h][j][0], sum_x[j][1] = ones[h][j][1];
 #pragma unroll
-          for (int r = 0; r < RT; r++)
-            close_block(acc[r], d[h][r], sum_x, scales + 16 * r * SCALE_PITCH + (block + h) * size_of(SCALE),
-                        offsets + 16 * r * OFFSET_PITCH + (block + h) * size_of(OFFSET_TYPE));
+          for (int r = 0; r < RT; r++) {
+            float s[2], o[2] = {};
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              s[half] = scale_of(2 * r + half, block + h);
+              if constexpr (SUMS_X) o[half] = offset_of(2 * r + half, block + h);
+            }
+            close_block(acc[r], d[h][r], sum_x, s, o);
+          }
         }
       }
     }

@@ -23,6 +23,7 @@ from polyquant.backends.nvidia.schemes import (
     SUMMING,
     block_of,
     kind_of,
+    kind_of_few,
     offset_of,
 )
 from polyquant.backends.nvidia.tiles import Tiles, columns_of, tiles_of
@@ -107,7 +108,7 @@ def tiles_for(
     ``sizes``: m, n, k. ``entering``: the dtype of x. ``by_n``: whether the weight is stored
     (in, out).
     """
-    (m, n, k), kind = sizes, kind_of(scheme)
+    (m, n, k), kind = sizes, kind_of_few(scheme)
     bits, number = (scheme.bits, 0) if kind is None else (kind.bits, kind.number)
     if by_n:
         return given or columns_of(bits, m, n, gpu.capability)
@@ -194,7 +195,7 @@ def plan(
 ) -> Plan:
     """What one shape of product runs. ``dtypes``: of x and of the result."""
     (stored, by_n, batch, columns), (entering, out) = shapes, dtypes
-    kind = kind_of(scheme)
+    kind = kind_of(scheme) if by_n or tiles.wide else kind_of_few(scheme)
     number, bits = (0, scheme.bits) if kind is None else (kind.number, kind.bits)
     block = block_of(scheme, stored[-1], by_n=by_n)
     most = gpu.shared_bytes - (TABLE_BYTES if number == LOOKUP else 0)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from polyquant import standard
-from polyquant.backends.nvidia.schemes import kind_of
+from polyquant.backends.nvidia.schemes import kind_of_few
 from polyquant.backends.nvidia.tiles import Row, Tiles, candidates, own_path, table, tiles_of
 from polyquant.backends.torch.cuda import encode, mma
 from polyquant.qtensor import QTensor
@@ -51,7 +51,7 @@ def tune(
 
 def _measured(scheme: str, n: int, k: int, place: torch.device) -> list[Row]:
     made = as_scheme(scheme)
-    kind = kind_of(made)
+    kind = kind_of_few(made)
     weights = [weight.mT for weight in copies(scheme, n, k, place)]
     _compile(weights[0], place)
     rows = []
