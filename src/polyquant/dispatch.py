@@ -123,17 +123,21 @@ def _device_info(device: str) -> DeviceInfo:
     owner, device = backend_of_device(device)
     kind = device_kind(device)
     sample = explain_problem(owner.name, Problem("dequantize", kind, as_scheme("q4s")))
+    why = "; ".join(reason for name, reason in sample.reasons if "transforms" not in name)
     if sample.kernel is None:
-        reasons = "; ".join(why for _, why in sample.reasons) or "it has no kernels"
-        return DeviceInfo(device, False, f"not usable: {reasons}")
-    plain = Problem("", kind, as_scheme("q4s"))
-    running = [k.name for k in kernels(owner.name, kind) if k.why_not(plain) is None]
+        return DeviceInfo(device, False, f"not usable: {why or 'it has no kernels'}")
+    plain, layout = Problem("", kind, as_scheme("q4s")), (None, (1, 0))
+    row = Problem("matmul", kind, "bfloat16", plain.a, layout, 1, 4096, 4096, step=32)
+    found = kernels(owner.name, kind)
+    running = [k.name for k in found if not k.why_not(row if k.op == "matmul" else plain)]
     fast = [name for name in running if "definition" not in name]
     if not fast:
         note = "usable, with the definition alone: every scheme and op, no fast kernels"
-        why = "; ".join(reason for name, reason in sample.reasons if "transforms" not in name)
         return DeviceInfo(device, True, f"{note} ({why})" if why else note)
-    return DeviceInfo(device, True, f"usable, with {', '.join(fast)} and the definition")
+    note = f"usable, with {', '.join(fast)} and the definition"
+    for name, reason in explain_problem(owner.name, row).reasons:
+        note += f"; not with {name}: {reason}" if "install" in reason else ""
+    return DeviceInfo(device, True, note)
 
 
 def tune(device: str) -> Path:

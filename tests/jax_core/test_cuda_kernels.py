@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import polyquant as pq
-from polyquant import conform, standard
+from polyquant import conform, dispatch, standard
 from polyquant.dispatch import explain_problem
 from polyquant.kernel import Problem
 from polyquant.scheme import scheme as as_scheme
@@ -102,6 +103,29 @@ class Gpu:
         self.device_kind, self.compute_capability = kind, capability
 
 
+class Answers:
+    """NVRTC and the driver of other versions of CUDA, or what they raise where they are not."""
+
+    def __init__(self, compiler: int, driver: int | Exception) -> None:
+        self.nvrtc = self.driver = self
+        self.versions = compiler, driver
+
+    def nvrtcVersion(self) -> tuple[int, int, int]:
+        return 0, self.versions[0], 1
+
+    def cuDriverGetVersion(self) -> tuple[int, int]:
+        if isinstance(self.versions[1], Exception):
+            raise self.versions[1]
+        return 0, 1000 * self.versions[1] + 80
+
+
+def install(monkeypatch: pytest.MonkeyPatch, answers: Answers | None) -> None:
+    """Put them in the place of cuda-bindings, or take that away."""
+    monkeypatch.setattr(cuda, "find_spec", lambda name: answers)
+    for name in ("cuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, answers)
+
+
 MACHINES = (
     ([Gpu("Radeon", "gfx90a")], {}, "NVIDIA's"),
     ([Gpu("NVIDIA T4", "7.5")], {}, "(8, 0), and a GPU here has (7, 5)"),
@@ -118,21 +142,35 @@ def test_what_a_machine_lacks(
     devices: list[Gpu], facts: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    monkeypatch.setattr(cuda, "find_spec", lambda name: name)
+    install(monkeypatch, Answers(13, 13))
     for name in ("_lacking", "_below"):
         monkeypatch.setattr(cuda, name, getattr(cuda, name).__wrapped__)
     found = KERNEL.why_not(problem("q4s")._replace(**facts))
     assert reason in (found or "") and (found is None) == (not reason)
 
 
-@pytest.mark.parametrize("package", ["cuda.bindings.nvrtc", "polyquant._native"])
-def test_a_package_that_is_missing_is_a_reason(
-    package: str, monkeypatch: pytest.MonkeyPatch
+INSTALLED = (
+    (None, "cuda-bindings is not installed: pip install"),
+    (Answers(13, 12), "its compiler is CUDA 13's, and the driver here CUDA 12's: pip install"),
+    (Answers(13, RuntimeError("no libcuda.so.1\nlooked in ...")), "(no libcuda.so.1): pip"),
+    (Answers(12, 13), ""),
+)
+
+
+@pytest.mark.parametrize(("answers", "reason"), INSTALLED, ids=[text for _, text in INSTALLED])
+def test_a_compiler_that_is_missing_is_a_reason(
+    answers: Answers | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [Gpu("NVIDIA H200", "9.0")])
-    monkeypatch.setattr(cuda, "find_spec", lambda name: None if name == package else name)
+    install(monkeypatch, answers)
     monkeypatch.setattr(cuda, "_lacking", cuda._lacking.__wrapped__)
-    assert KERNEL.why_not(problem("q4s")) == f"{package} is not installed"
+    found = KERNEL.why_not(problem("q4s"))
+    assert reason in (found or "") and (found is None) == (not reason)
+    jaxs = dispatch.backend("jax"), "jax:gpu:0"
+    monkeypatch.setattr(dispatch, "backend_of_device", lambda device: jaxs)
+    note = dispatch._device_info("jax:gpu:0").note  # as pq.devices() has it
+    assert "jax.xla.matmul" in note
+    assert f"not with {KERNEL.name}: {found}" in note if reason else KERNEL.name in note
 
 
 # -- what is lowered --------------------------------------------------------------------------

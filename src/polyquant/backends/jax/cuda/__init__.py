@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from polyquant.backends.native.compiled import missing
 from polyquant.backends.nvidia import schemes
 from polyquant.kernel import Kernel, Problem
 from polyquant.scheme import QuantScheme
@@ -20,6 +21,8 @@ from polyquant.scheme import QuantScheme
 #: Compute capability of the oldest GPUs that have bf16 and cp.async (Ampere), and e4m3 (Ada).
 _OLDEST, _WITH_E4M3 = (8, 0), (8, 9)
 _HOPPER = (9, 0)
+#: What brings JAX and the compiler of one version of CUDA.
+_INSTALL = "pip install 'polyquant[cuda13]', or [cuda12] for a driver of CUDA 12"
 
 
 def capability_of(device: Any) -> tuple[int, int]:
@@ -43,9 +46,23 @@ def _lacking() -> str | None:
             )
     if len({capability_of(device) for device in found}) > 1:
         return "the GPUs here differ in compute capability, and it is compiled for one"
-    for package in ("cuda.bindings.nvrtc", "polyquant._native"):
-        if find_spec(package.partition(".")[0]) is None or find_spec(package) is None:
-            return f"{package} is not installed"
+    if find_spec("cuda") is None or find_spec("cuda.bindings.nvrtc") is None:
+        return f"cuda-bindings is not installed: {_INSTALL}"
+    return missing() or _why_no_compiler()
+
+
+def _why_no_compiler() -> str | None:
+    """Why NVRTC cannot be loaded, or compiles for newer drivers than this machine's."""
+    from cuda.bindings import driver, nvrtc
+
+    try:
+        (_, *of_compiler), (_, of_driver) = nvrtc.nvrtcVersion(), driver.cuDriverGetVersion()
+    except RuntimeError as error:
+        said = (str(error).splitlines() or ["no reason given"])[0]
+        return f"NVRTC or the driver is not found ({said}): {_INSTALL}"
+    if of_compiler[0] > of_driver // 1000:
+        made, here = of_compiler[0], of_driver // 1000
+        return f"its compiler is CUDA {made}'s, and the driver here CUDA {here}'s: {_INSTALL}"
     return None
 
 
