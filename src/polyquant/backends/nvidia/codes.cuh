@@ -461,11 +461,10 @@ struct Numbers {
     }
   }
 
-  // Those of the second of each two come where those of the first are.
-  template <int SIZE>
+  // Of each two bytes the second comes where the first is.
   __device__ __forceinline__ void second() {
 #pragma unroll
-    for (int i = 0; i < (BYTES + 3) / 4; i++) words[i] >>= 8 * SIZE;
+    for (int i = 0; i < (BYTES + 3) / 4; i++) words[i] >>= 8;
   }
 
   // The bits of number i, of SIZE bytes.
@@ -537,6 +536,13 @@ __device__ __forceinline__ void sync_slice(int slice) {
   } else {
     asm volatile("bar.sync %0, %1;" ::"r"(slice + 1), "n"(32 * WN) : "memory");
   }
+}
+
+// After the last of `count` chunks: slices that have one fewer wait for each other once more, since
+// compute-sanitizer's racecheck orders accesses of two warps by how often each has waited.
+__device__ __forceinline__ void even_out(int slice, int count, int chunks) {
+  const int most = (chunks - (int)blockIdx.z * WK + WK * KC - 1) / (WK * KC);
+  if (WN > 1 && count < most) sync_slice(slice);
 }
 
 // -- sums -----------------------------------------------------------------------------------------

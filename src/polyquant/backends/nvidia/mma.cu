@@ -53,8 +53,7 @@ constexpr bool SCALED = IN_BLOCKS && !F16 && !SUMS_X && (EXACT || (PLANES == 1 &
 constexpr bool CLOSES = IN_BLOCKS && !SCALED;
 
 // A chunk's scales and offsets of a thread's rows in registers, where these are not too many.
-constexpr bool HELD = IN_BLOCKS && RT * ((SCALE_BYTES + 3) / 4 + (OFFSET_BYTES + 3) / 4) <= 16 &&
-                      !(HALVES && SCALED && size_of(SCALE) == 4);
+constexpr bool HELD = CLOSES && RT * ((SCALE_BYTES + 3) / 4 + (OFFSET_BYTES + 3) / 4) <= 16;
 
 constexpr int X_PITCH = CHUNK * 2 + 64;  // a quarter of a warp reads two rows: other banks
 constexpr int X_STAGE = X_ROWS * X_PITCH, SLICE_STAGE = WN * WARP_STAGE + X_STAGE;
@@ -126,8 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
       for (int i = 0; i < 2 * RT; i++) {
         held_scales[i].load(scales + 8 * i * SCALE_PITCH);
         held_offsets[i].load(offsets + 8 * i * OFFSET_PITCH);
-        if (HALVES && SCALED && t > 1) held_scales[i].template second<size_of(SCALE)>();
-        if (HALVES && OFFSET == INTEGER_ZERO && t > 1) held_offsets[i].template second<1>();
+        if (HALVES && OFFSET == INTEGER_ZERO && t > 1) held_offsets[i].second();
       }
     }
     // Those of rows 8 i + g, for a block of the chunk.
@@ -236,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   }
 
   asm volatile("cp.async.wait_group 0;" ::: "memory");
+  even_out(slice, count, p.chunks);
   __syncthreads();
   float* sums = (float*)(shared + LUT_BYTES);
 #pragma unroll
