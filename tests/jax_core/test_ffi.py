@@ -133,6 +133,18 @@ def test_a_quantized_left_operand(shape: tuple[int, ...]) -> None:
             np.testing.assert_allclose(turned, values.T @ host(array(40, 3)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("activations", ["q8s/32:f32", "q8s-row", "e4m3/row:f32"])
+def test_two_quantized_operands(activations: str) -> None:
+    """The left one is decoded, as where there is no product of integers."""
+    x, q = array(5, 64), pq.quantize(array(48, 64), "q4s-32")
+    run = jax.jit(lambda x, q: pq.linear(x, q, activations=activations))
+    assert CALL in run.lower(x, q).as_text()
+    entering = pq.quantize(x, activations)
+    wanted = host(entering.dequantize()).astype(float) @ host(q.dequantize()).astype(float).T
+    np.testing.assert_allclose(run(x, q), wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(by_rows)(entering, q), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_without_jit() -> None:
     x, q = array(2, 5, 64), pq.quantize(array(48, 64), "q4s-32")
     with jax.disable_jit():

@@ -39,13 +39,13 @@ def _why_not(problem: Problem) -> str | None:
     if jax.device_count("cpu") > 1:
         return "XLA may split traced operands over the CPU's devices, and it cannot split a call"
     sides = (problem.a, problem.b)
-    if [isinstance(side, QuantScheme) for side in sides].count(True) != 1:
-        return "it multiplies floats and a quantized weight"
+    if not any(isinstance(side, QuantScheme) for side in sides):
+        return "neither operand is quantized"
     if "float64" in sides:
         return "it computes in float32, and a float64 operand asks for more"
     if not problem.m or not problem.n or not problem.k:
         return "an extent is zero, or not known"
-    axes = problem.layout[0] or problem.layout[1] or ()
+    axes = problem.layout[1] or problem.layout[0] or ()
     if not 2 <= len(axes) <= _MOST_AXES or axes[:-2] != tuple(range(len(axes) - 2)):
         return "the weight's matrices must be its last two axes, and those the last stored"
     return None
@@ -53,7 +53,8 @@ def _why_not(problem: Problem) -> str | None:
 
 def _run(a: Any, b: Any, kind: Any) -> Array:
     if isinstance(b, QTensor):
-        made: Array = batches.matmul(_by_rows, a, b, kind)
+        rows = standard.dequantize(a, jnp.float32) if isinstance(a, QTensor) else a
+        made: Array = batches.matmul(_by_rows, rows, b, kind)
         return made
     # q @ x is the transpose of x.mT @ q.mT, and a vector has nothing to transpose.
     rows = b if b.ndim == 1 else b.mT
