@@ -144,5 +144,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Pair 
   }
 
   asm volatile("cp.async.wait_group 0;" ::: "memory");
+  even_out(slice, count, p.chunks);
   finish_pair(p, (float*)(shared + LUT_BYTES), acc, slice, across, first_m, m_here, undo);
 }
