@@ -563,7 +563,7 @@ def test_in_a_graph_and_compiled() -> None:
     x = torch.randn(2, 128, device="cuda", dtype=torch.bfloat16)
     expected = pq.matmul(x, q.mT)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         y = pq.matmul(x, q.mT)
     x.copy_(torch.randn_like(x))
     graph.replay()

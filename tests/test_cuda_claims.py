@@ -221,7 +221,7 @@ def test_the_first_product_on_each_stream_waits(monkeypatch: Any) -> None:
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     pq.matmul(x, weight)
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with _capture(torch.cuda.CUDAGraph()):
             pq.matmul(x, weight)
         assert seen == [False, True, False, True, True]
 
@@ -253,9 +253,18 @@ def _captured(call: Callable[[], Any]) -> tuple[Any, Any]:
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with _capture(graph):
         made = call()
     return graph, made
+
+
+def _capture(graph: Any) -> Any:
+    """Puts calls of this thread into a graph.
+
+    By default a call of any thread that CUDA does not allow meanwhile would end it: one of JAX's,
+    which looks for devices here too, makes such calls every few seconds.
+    """
+    return torch.cuda.graph(graph, capture_error_mode="thread_local")
 
 
 @pytest.mark.parametrize("scheme", ["q4s-32", "nf4-double", "nvfp4", "fp8-128x128", "q8s-row"])
