@@ -3,7 +3,7 @@
 //
 // A weight's codes enter as bytes; a line is cut into units of 32, whose scales are one number each.
 // `dot8` takes few rows of x and reads memory as it lies, one line after the other; `panel8` takes
-// many and decodes a panel. An entry of a table may be several bytes, each with a sum of its own.
+// many and decodes a panel; what lies between is in turned-inl.h. An entry of a table may be several bytes, each with a sum of its own.
 #pragma once
 
 namespace pq::PQ_TARGET {
@@ -104,13 +104,15 @@ constexpr int kStepCodes = 4 * kWidth * B::kParts;
 template <class B>
 constexpr int kRowBytes = B::kPartBytes * B::kParts + 4 * kWidth;
 
-// Measured on Zen 5, where panels (of AVX-512) or float32 overtake.
+// Measured on Zen 5, where many rows' ways (of AVX-512) or float32 overtake.
 inline Step8 step8(const Weight8& kind) {
   return with_bytes8(kind, [&](const auto& bytes) {
     using B = std::decay_t<decltype(bytes)>;
     constexpr bool kIsWide = kWidth == 16, kIsNarrow = B::kParts > 1;
     const int narrow = kIsNarrow ? 32 : 12, rows = kind.planes > 1 ? 0 : narrow;
-    return Step8{kStepCodes<B>, kRowBytes<B>, kIsWide ? 8 : rows};
+    const int turned = kind.planes > 1 ? 2 : 6;  // see turned-inl.h
+    const int wide = B::kParts == 2 && !kind.has_zero_point ? turned : 8;
+    return Step8{kStepCodes<B>, kRowBytes<B>, kIsWide ? wide : rows};
   });
 }
 

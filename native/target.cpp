@@ -13,6 +13,7 @@
 #include "products-inl.h"
 #include "quantize-inl.h"
 #include "integers-inl.h"
+#include "turned-inl.h"
 
 #define PQ_TEXT_(name) #name
 #define PQ_TEXT(name) PQ_TEXT_(name)
@@ -38,8 +39,8 @@ const Kernels kKernels = {
     pack_steps,
     dot8,
 #if defined(PQ_AVX512)
-    pack_panels8,
-    panel8,
+    pack_rows8,
+    rows8,
 #else
     nullptr,
     nullptr,

@@ -149,7 +149,7 @@ RIGHT = (
 
 @pytest.mark.parametrize("text", RIGHT)
 def test_products_of_codes(target: str, text: str) -> None:
-    for left, m in product(LEFT, (1, 2, 3, 4, 7, 17, 40)):
+    for left, m in product(LEFT, (1, 2, 3, 4, 7, 12, 17, 40)):
         for n, k in ((37, 96), (5, 65), (100, 300), (1, 1)):
             a, q = weight(left, (m, k)), weight(text, (n, k)).mT
             check_product(pq.matmul(a, q), values(a), q, f"{left} {text} {(m, n, k)}", OF_CODES)
@@ -158,7 +158,8 @@ def test_products_of_codes(target: str, text: str) -> None:
 @pytest.mark.parametrize("text", ["q4s", "q8s-32", "iq4_nl", "nf4", "u4/64:f16-zero:u4"])
 def test_products_of_codes_of_every_extent(target: str, text: str) -> None:
     for extent in range(1, 71):
-        for m, n, k in ((extent, 9, 64), (3, extent, 64), (3, 9, extent), (20, 9, extent)):
+        extents = (extent, 9, 64), (3, extent, 64), (3, 9, extent), (20, 9, extent)
+        for m, n, k in (*extents, (13, extent, 3 * extent)):
             a, q = weight("q8s-32", (m, k)), weight(text, (n, k)).mT
             check_product(pq.matmul(a, q), values(a), q, f"{text} {(m, n, k)}", OF_CODES)
 
@@ -179,7 +180,7 @@ def test_lines_of_one_code(target: str, table: str) -> None:
     for k in (1, 64, 1824, 2048, 4096, 8192):
         lines = np.repeat(entries[:, None], k, axis=1)
         q = pq.quantize(lines, f"u4[{table}]/*:f32", scales=np.ones((16, 1), np.float32)).mT
-        for m in (1, 3, 20):
+        for m in (1, 3, 10, 20):
             a = weight("q8s/32:f32", (m, k))
             check_product(pq.matmul(a, q), values(a), q, f"{table} {(m, k)}", OF_CODES)
 
