@@ -1,11 +1,12 @@
 """Products of bf16 rows by a quantized weight in JAX on a GPU, beside XLA's own product in bf16.
 
 A time is that of one product in a jitted loop over several copies of the weight (at least 240 MB,
-so that weights come from memory), in which each product takes the result of the one before it: the
-median of several calls, divided by the products in one. It is first compared with the definition
-on the same codes; one that fails, or is not compiled, is recorded with its reason. Where torch sees
-the GPU, its times are those of the same product in a CUDA graph over as many copies: as torch
-launches it, and where each kernel begins after the one before it has ended, as in XLA's programs.
+so that weights come from memory), in which each product takes the result of the one before it: what
+calls take that are queued behind another, by the products in one, the median of several. The
+product is first compared with the definition on the same codes; one that fails, or is not compiled,
+is recorded with its reason. Where torch sees the GPU, its times are those of the same product in a
+CUDA graph over as many copies: as torch launches it, and where each kernel begins after the one
+before it has ended, as in XLA's programs.
 
     python benchmarks/jax_gpu.py [--out benchmarks/results/jax_gpu.json] [--seconds 40]
     JAX_PLATFORMS=cpu python benchmarks/jax_gpu.py --size 256        (a trial without a GPU)
@@ -34,8 +35,9 @@ import polyquant as pq
 SCHEMES = ("q4s-32", "nf4", "mxfp4", "nvfp4", "q8s-row", "fp8-row", "q2s/64:f16")
 ROWS_OF_X = (1, 4, 16, 32, 64, 256, 1024, 4096)
 COPIES_BYTES = 240e6
-#: Products in one timed call, about, and calls; as many of them as fit into so many microseconds.
-PRODUCTS, CALLS, MOST_US = 128, 5, 3e5
+#: Products in a call, about; calls more that are queued, which are what is timed; and repeats, as
+#: many as fit into so many microseconds.
+PRODUCTS, MORE, CALLS, MOST_US = 128, 2, 5, 1e5
 #: Of so many rows is the weight made, again and again, so that its product is quickly checked.
 PERIOD = 1024
 #: Rows that are checked.
@@ -109,16 +111,16 @@ def compiled(multiply: Callable[[Any, Any], Any], x: Any, copies: list[Any]) -> 
 
 
 def timed_us(case: Case, x: Any, copies: list[Any]) -> float:
-    begin = time.perf_counter()
-    jax.block_until_ready(case.many(x, copies))
-    calls = round(MOST_US / ((time.perf_counter() - begin) * 1e6))
-    times = []
-    for _ in range(min(CALLS, max(1, calls))):
+    def queued_us(calls: int) -> float:
         begin = time.perf_counter()
-        # The second is queued while the first runs, which hides most of the way from Python.
-        jax.block_until_ready([case.many(x, copies) for _ in range(2)])
-        times.append((time.perf_counter() - begin) / 2 / case.products)
-    return median(times) * 1e6
+        jax.block_until_ready([case.many(x, copies) for _ in range(calls)])
+        return (time.perf_counter() - begin) * 1e6
+
+    queued_us(1)
+    repeats = min(CALLS, max(1, round(MOST_US / queued_us(1))))
+    # Queued calls follow each other. The way of the first one from Python is in both terms.
+    times = [(queued_us(1 + MORE) - queued_us(1)) / MORE for _ in range(repeats)]
+    return median(times) / case.products
 
 
 def xla(x: Any, w: Any) -> Any:
