@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
@@ -139,11 +140,29 @@ def test_tiles_come_from_the_nearest_measurement(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(tiles, "table", lambda device: rows)
     monkeypatch.setattr(tiles, "tiles_of", tiles.tiles_of.__wrapped__)
-    assert tiles.tiles_of(0, 4, 1, 4096, 5120, 0) == one.tiles
-    assert tiles.tiles_of(0, 4, 1, 10240, 8192, 0).rt == 2
-    assert tiles.tiles_of(5, 4, 1, 8192, 8192, 0).stages == 3
-    assert tiles.tiles_of(0, 4, 20, 4096, 4096, 0).nt == 3
-    assert tiles.tiles_of(0, 4, 900, 4096, 4096, 0).wide == 1
+    assert tiles.tiles_of(0, 4, 1, 4096, 5120, "", 132) == one.tiles
+    assert tiles.tiles_of(0, 4, 1, 10240, 8192, "", 132).rt == 2
+    assert tiles.tiles_of(5, 4, 1, 8192, 8192, "", 132).stages == 3
+    assert tiles.tiles_of(0, 4, 20, 4096, 4096, "", 132).nt == 3
+    assert tiles.tiles_of(0, 4, 900, 4096, 4096, "", 132).wide == 1
+
+
+def test_more_rows_are_cut_by_what_each_way_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = import_module("polyquant.backends.nvidia.tiles")
+    whole = tiles.Tiles(1, 32, 8, 1, 1, 3, 256, wide=1)  # tiles of 128 x 256
+    halves = whole._replace(nt=16, wn=4, wk=2)  # of 64 x 128
+    one = tiles.Row(0, 4, 4096, 4096, 256, whole, 40.0)
+    rows = (one, one._replace(tiles=halves, time_us=17.0))
+    monkeypatch.setattr(tiles, "table", lambda gpu: rows)
+
+    def found(columns: int, n: int, k: int) -> Any:
+        return tiles.tiles_of.__wrapped__(0, 4, columns, n, k, "", 132)
+
+    assert found(256, 4096, 4096) == halves
+    assert found(256, 16384, 4096) == whole  # one round, and four
+    assert found(200, 4096, 14336) == halves  # two tiles of 104, of whole 32
+    assert found(520, 4096, 4096) == whole._replace(nt=24)
+    assert found(300, 16384, 4096) == whole._replace(nt=20)  # two tiles that are no larger
 
 
 def test_the_committed_table_has_tiles_for_every_number_of_rows() -> None:
@@ -154,7 +173,10 @@ def test_the_committed_table_has_tiles_for_every_number_of_rows() -> None:
     assert {row.bits for row in rows} >= {2, 3, 4, 8}
     for row in rows:
         assert row.tiles.rt == 1 or not row.tiles.wide
-        assert min(32, -(-row.columns // 8)) == row.tiles.nt
+        needed = min(32, -(-row.columns // 8))
+        assert row.tiles.nt == needed or (row.columns > 128 and row.tiles.nt == 16)
+    ways = Counter(row[:5] for row in rows)
+    assert all(count == 1 for (*_, columns), count in ways.items() if columns <= 32)
 
 
 # -- bit for bit ------------------------------------------------------------------------------

@@ -112,7 +112,8 @@ def tiles_for(
     bits, number = (scheme.bits, 0) if kind is None else (kind.bits, kind.number)
     if by_n:
         return given or columns_of(bits, m, n, gpu.capability)
-    tiles = given or tiles_of(number, bits, m * PLANES[entering], n, k, gpu.name)
+    columns = m * PLANES[entering]
+    tiles = given or tiles_of(number, bits, columns, n, k, gpu.name, gpu.processors)
     return _fitting(tiles, scheme, entering, gpu)
 
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from polyquant.backends.nvidia import cache
 
+#: Up to so many rows of x the table holds one way to cut a shape, the quickest.
+MOST_OF_ONE_WAY = 32
 #: The table as it is committed: measured on the GPU that it names.
 COMMITTED = Path(__file__).with_name("tiles.json")
 
@@ -70,10 +72,14 @@ class Row(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def tiles_of(kind: int, bits: int, columns: int, n: int, k: int, gpu: str) -> Tiles:
-    """The tiles of the nearest measurement, with as many tiles of x as these rows need.
+def tiles_of(
+    kind: int, bits: int, columns: int, n: int, k: int, gpu: str, processors: int
+) -> Tiles:
+    """The quickest tiles of the nearest measurements, with as many tiles of x as these rows need.
 
-    ``gpu``: its name.
+    The table holds, of a shape, one way to cut up to 32 rows, and several to cut more. Each is
+    expected to take as much longer than it did there as it has more to do: see ``_work``.
+    ``gpu, processors``: its name and number of multiprocessors.
     """
     rows = table(gpu)
     most = next((c for c in sorted({r.columns for r in rows}) if c >= columns), 0)
@@ -83,8 +89,34 @@ def tiles_of(kind: int, bits: int, columns: int, n: int, k: int, gpu: str) -> Ti
         far = abs(math.log2(row.n / max(n, 1))) + abs(math.log2(row.k / max(k, 1)))
         return abs(row.bits - bits), int(row.kind != kind), far
 
-    found = min((row for row in rows if row.columns == most), key=distance).tiles
-    return found._replace(nt=min(found.nt, -(-columns // 8)))
+    def expected_us(row: Row) -> float:
+        there = _work(row.tiles, row.n, row.k, row.columns, processors)
+        return row.time_us * _work(row.tiles, n, k, columns, processors) / there
+
+    rows = tuple(row for row in rows if row.columns == most)
+    nearest = min(rows, key=distance)
+    if most > MOST_OF_ONE_WAY:
+        place = nearest[:4]
+        nearest = min((row for row in rows if row[:4] == place), key=expected_us)
+    return _fitted(nearest.tiles, columns)
+
+
+def _fitted(tiles: Tiles, columns: int) -> Tiles:
+    """With tiles of x no larger than so many rows need: all of them the same."""
+    needed = -(-columns // 8)
+    down = -(-needed // tiles.nt)
+    nt = -(-needed // down)
+    if down > 1:  # not one kernel for every number of rows
+        nt = min(tiles.nt, -(-nt // 4) * 4)
+    return tiles._replace(nt=nt)
+
+
+def _work(tiles: Tiles, n: int, k: int, columns: int, processors: int) -> int:
+    """What a product takes of a block of threads: values of k and of x, times the rounds in which
+    multiprocessors take all blocks."""
+    nt = _fitted(tiles, columns).nt
+    blocks = -(-n // (16 * tiles.rt * tiles.wn)) * -(-columns // (8 * nt)) * tiles.kc
+    return -(-blocks // (processors * tiles.blocks)) * nt * max(k, 1)
 
 
 @lru_cache(maxsize=4096)
@@ -140,12 +172,26 @@ def candidates(bits: int, columns: int) -> list[Tiles]:
     found = [Tiles(r, nt, wn, wk, kc, s, c) for r, wn, wk, kc, s, c in few]
     if nt == 2:  # two blocks of threads beside each other: the next kernel's first ones, too
         found += [tiles._replace(blocks=2) for tiles in found if tiles.rt == 2]
-    tall = []
-    if 2 < nt <= 8:
-        tall = [(4, 4, 1, 3, 1), (4, 4, 1, 2, 1), (4, 4, 2, 2, 1), (4, 2, 1, 4, 1), (4, 2, 2, 3, 2),
-                (8, 1, 2, 4, 1), (4, 1, 2, 4, 2), (8, 2, 2, 2, 1)]  # fmt: skip
+    return found + _tall(nt, short)
+
+
+def _tall(nt: int, c: int) -> list[Tiles]:
+    """Those of wgmma.cu: many rows may also be cut into tiles of 128, of which there are more.
+
+    ``c``: values of k of a chunk.
+    """
+    if nt <= 2:
+        return []
+    if nt <= 8:
+        ways = [(nt, 4, 4, 1, 2, c, 1), (nt, 4, 4, 1, 2, c // 2, 1), (nt, 4, 2, 1, 4, c, 1),
+                (nt, 4, 2, 1, 2, c, 2), (nt, 4, 2, 2, 2, c, 2), (nt, 4, 2, 2, 2, c // 2, 2),
+                (nt, 8, 2, 1, 3, c, 1), (nt, 8, 2, 2, 3, c, 1), (nt, 16, 1, 1, 2, c, 1),
+                (nt, 16, 1, 1, 3, c, 1)]  # fmt: skip
     elif nt <= 16:
-        tall = [(8, 1, 2, 4, 1), (4, 2, 1, 2, 1), (4, 2, 1, 3, 1), (4, 4, 1, 2, 1)]
-    elif nt > 16:
-        tall = [(8, 1, 2, 3, 1), (8, 1, 2, 4, 1), (8, 1, 1, 3, 1), (8, 1, 1, 4, 1)]
-    return found + [Tiles(1, min(nt, 32), wn, wk, kc, s, short, 1, b) for wn, wk, kc, s, b in tall]
+        ways = [(nt, 8, 1, 1, 4, c, 1), (nt, 8, 1, 2, 4, c, 1), (nt, 4, 2, 1, 2, c, 1),
+                (nt, 4, 2, 2, 2, c, 1), (nt, 16, 1, 1, 2, c, 1)]  # fmt: skip
+    else:
+        most = min(nt, 32)
+        ways = [(most, 8, 1, 1, 3, c, 1), (most, 8, 1, 2, 3, c, 1), (16, 4, 2, 1, 2, c, 1),
+                (16, 8, 1, 1, 4, c, 1), (16, 8, 1, 2, 4, c, 1)]  # fmt: skip
+    return [Tiles(1, n, wn, wk, kc, s, chunk, 1, b) for n, wn, wk, kc, s, chunk, b in ways]

@@ -13,17 +13,29 @@ import torch
 
 from polyquant import standard
 from polyquant.backends.nvidia.schemes import kind_of_few
-from polyquant.backends.nvidia.tiles import Row, Tiles, candidates, own_path, table, tiles_of
+from polyquant.backends.nvidia.tiles import (
+    MOST_OF_ONE_WAY,
+    Row,
+    Tiles,
+    candidates,
+    own_path,
+    table,
+    tiles_of,
+)
 from polyquant.backends.torch.cuda import encode, mma
 from polyquant.qtensor import QTensor
 from polyquant.scheme import scheme as as_scheme
 
 #: One scheme for each way of decoding that has a speed of its own.
 SCHEMES = ("q4s-32", "nf4", "mxfp4", "q8s-row", "fp8-row", "q2s/64:f16", "q3s/64:f16")
-SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192))
+SHAPES = (
+    (4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (8192, 28672),
+)  # fmt: skip
 ROWS_OF_X = (1, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 #: Bytes of the copies of a weight, so that none is found in a cache, and replays of each graph.
 _COPIES_BYTES, _REPLAYS = 240e6, 7
+#: What takes up to so many times as long as the quickest way may be quicker for another shape.
+_WORTH_KEEPING = 1.5
 
 
 def tune(
@@ -63,10 +75,14 @@ def _measured(scheme: str, n: int, k: int, place: torch.device) -> list[Row]:
             calls = [lambda w=w: mma.multiply(x, w, y, tiles) for w in weights]
             return graph_us(calls, _REPLAYS)
 
-        timed = [(time_us(tiles), tiles) for tiles in candidates(made.bits, columns)]
-        best_us, best = min(timed)
+        timed = sorted((time_us(tiles), tiles) for tiles in candidates(made.bits, columns))
+        most_us = timed[0][0] * (_WORTH_KEEPING if columns > MOST_OF_ONE_WAY else 1)
         number = 0 if kind is None else kind.number
-        rows.append(Row(number, made.bits, n, k, columns, best, round(best_us, 2)))
+        rows += [
+            Row(number, made.bits, n, k, columns, tiles, round(us, 2))
+            for us, tiles in timed
+            if us <= most_us
+        ]
     return rows
 
 
