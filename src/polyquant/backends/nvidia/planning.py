@@ -300,8 +300,11 @@ def _shared_bytes(tiles: Tiles, bits: int, x_rows: int, numbers: tuple[int, int]
     line += sum(-(-each // 16) * 16 for each in numbers)
     if tiles.wide:  # barriers, and the fewest tiles of x: their number is chosen later
         warps, least = tiles.wn * tiles.wk, tiles.wk * (_X_LEAST * _x_tile(tiles) + 128)
-        sums = 0 if tiles.by_warps else warps * (512 * tiles.nt + 8 * 256)
-        return max(warps * tiles.stages * rows * line + least, sums)
+        of_warp = tiles.stages * rows * line
+        if tiles.kc > 1 and tiles.wk == 1:  # sums of the cluster's other blocks, and two barriers
+            of_warp = max(of_warp, (tiles.kc - 1) * -(-tiles.nt // tiles.kc) * 512) + 16
+        sums = 0 if tiles.wk == 1 else warps * (512 * tiles.nt + 8 * 256)
+        return max(warps * of_warp + least, sums)
     sums = tiles.wk * 8 * tiles.nt * (rows * tiles.wn + 4) * 4
     stage = tiles.wn * rows * line + x_rows * (tiles.chunk * 2 + 64)
     return max(tiles.wk * tiles.stages * stage, sums)

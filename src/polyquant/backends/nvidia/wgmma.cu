@@ -72,6 +72,18 @@ struct Group {
   }
 };
 
+// The lowest 8 bits of a bf16 alone in it count the smallest number there is, 2^-133. So a power of two
+// makes integers of them, and the same instruction takes off the sign. Beside scales of which none is large
+// that power is the scale's, and the instruction is all. The end undoes PART.
+constexpr bool COUNTS = (KIND == SIGNED || KIND == UNSIGNED) && OFFSET == NO_OFFSET;
+constexpr bool FOLDS = COUNTS && IN_BLOCKS && (SCALE == F16_T || SCALE == UE4M3_T);
+constexpr bool BYTES_COUNT = COUNTS && BITS == 8;
+constexpr float PART = FOLDS ? 4194304.0f : BYTES_COUNT ? 64.0f : 1.0f;
+constexpr u32 UP2 = both((127 + 111) << 7);  // 2^111: 2^133 over PART
+// Minus the sign: so many of the smallest number, and over 64.
+constexpr u32 MINUS_SIGN = SIGN ? both(0x8000u | SIGN) : MINUS_ZERO2;
+constexpr u32 MINUS_SIGN_PART = SIGN ? both(0x8000u | (127 - 6 + BITS - 1) << 7) : MINUS_ZERO2;
+
 // Codes 8 q + 2 t and the next, as numbers: what thread t of a quad holds of k.
 __device__ __forceinline__ u32 pair_of(const Group& group, const u8* from, u32 q, u32 t, u32 magic,
                                        u32 minus, float zero, const u32* lut) {
@@ -85,8 +97,9 @@ __device__ __forceinline__ u32 pair_of(const Group& group, const u8* from, u32 q
       return from_f16(pair);
     } else if constexpr (KIND == E5M2) {
       return from_f16(__byte_perm(word, 0, 0x1404 + 0x2020 * t));
-    } else if constexpr (SIGNED_BYTES) {
-      return from_bytes(__byte_perm(word, 0, 0x0100 + 0x0202 * t));
+    } else if constexpr (BYTES_COUNT) {
+      const u32 u = __byte_perm(word, 0, 0x4140 + 0x0202 * t) ^ both(SIGN);
+      return FOLDS ? u : fma2(u, both(0x7F00u), MINUS_SIGN_PART);
     } else {
       const u32 u = __byte_perm(word, 0, 0x0010 + 0x22 * t) ^ SIGN * 0x0101u;
       return pack(__uint_as_float(__byte_perm(u, 0x4B000000u, 0x7440)) - zero,
@@ -98,17 +111,22 @@ __device__ __forceinline__ u32 pair_of(const Group& group, const u8* from, u32 q
     if constexpr (KIND == LOOKUP)
       return *(const u32*)((const u8*)lut + threadIdx.x % 32 * 4 + byte * (4 * LUT_COPIES));
     if constexpr (BITS < 4) byte >>= bit % 8;
-    return from_fields(byte * (1 + (1 << (16 - BITS))), magic, minus);  // it, and again further up
+    const u32 two = byte * (1 + (1 << (16 - BITS)));  // it, and again further up
+    if constexpr (FOLDS) return and_xor(two, MASK, magic);
+    return from_fields(two, magic, minus);
   } else if constexpr (BITS == 3) {
     const u32 eight = q == 0   ? group.words[0]
                       : q == 1 ? __byte_perm(group.words[0], group.words[1], 0x6543)
                       : q == 2 ? __byte_perm(group.words[1], group.words[2], 0x5432)
                                : group.words[2] >> 8;
-    return from_fields((eight >> 6 * t & 63) * (1 + (1 << 13)), magic, minus);
+    const u32 two = (eight >> 6 * t & 63) * (1 + (1 << 13));
+    if constexpr (FOLDS) return and_xor(two, MASK, magic);
+    return from_fields(two, magic, minus);
   } else {
     const u32 byte = BITS * q + 2 * BITS * t / 8, shift = 2 * BITS * t % 8;
     const u32* words = (const u32*)(from + (byte & ~3));
     const u32 two = __funnelshift_r(words[0], words[1], 8 * (byte & 3) + shift) & (1u << 2 * BITS) - 1;
+    if constexpr (FOLDS) return and_xor(two | two << (16 - BITS), MASK, magic);
     return from_fields(two | two << (16 - BITS), magic, minus);
   }
 }
@@ -120,7 +138,14 @@ __device__ __forceinline__ u32 pair_of(const Group& group, const u8* from, u32 q
 // x that it and those of the other slices have multiplied.
 constexpr int SLICES = WK * KC, SHARE = (NT + SLICES - 1) / SLICES;
 constexpr bool BY_WARPS = SLICES == 1;
-constexpr int SUMS = BY_WARPS ? 0 : WORKERS / 32 * NT * 512;
+// Whether each warp exchanges sums with that of its rows in the other blocks of threads of a cluster, by
+// itself: while others still multiply, and only what is added up elsewhere.
+constexpr bool BY_PAIRS = KC > 1 && WK == 1;
+constexpr int SUMS = BY_WARPS || BY_PAIRS ? 0 : WORKERS / 32 * NT * 512;
+constexpr int RECEIVED = BY_PAIRS ? (KC - 1) * SHARE * 512 : 0;
+// Of a warp: stages, where what others send it comes to in the end; and two barriers.
+constexpr int WARP_BYTES = STAGES * WARP_STAGE > RECEIVED ? STAGES * WARP_STAGE : RECEIVED;
+constexpr int WARP_BARRIERS = BY_PAIRS ? 16 : 0;
 // Tiles turned round together in shared memory: with one slice in the place of the chunk that was read last.
 constexpr int TURNED_TILE = 8 * 32;
 constexpr int fitting(int tiles) {
@@ -206,6 +231,72 @@ __device__ __forceinline__ void add_slices(float4* sums, const float (*acc)[4], 
   }
 }
 
+// The same of a cluster's blocks, of which this is number `mine`: what another one adds up is sent to where
+// its warp of these rows had its stages. Of the warp's barriers the first says that the others' are free,
+// the second that all of them have sent.
+__device__ __forceinline__ u32 address_in(u32 shared, int rank) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
+  return there;
+}
+__device__ __forceinline__ void await_cluster(u32 barrier) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+      "@!done bra again;}" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void tell_others(u32 barrier, int mine) {
+#pragma unroll
+  for (int s = 0; s < KC; s++)
+    if (s != mine)
+      asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
+                   ::"r"(address_in(barrier, s)) : "memory");
+}
+__device__ __forceinline__ void exchange(const u8* received, u32 barriers, const float (*acc)[4],
+                                         float (*all)[4], int mine, int lane) {
+  const int tiles = min(max(NT - mine * SHARE, 0), SHARE);
+  if (lane == 0) expect(barriers + 8, (KC - 1) * 512 * tiles);
+  await_cluster(barriers);
+  float own[SHARE][4];
+#pragma unroll
+  for (int s = 0; s < KC; s++) {
+    const u32 to = address_in(shared_address(received), s) + ((mine - (mine > s)) * SHARE * 32 + lane) * 16;
+    const u32 sent = address_in(barriers + 8, s);
+#pragma unroll
+    for (int i = 0; i < SHARE; i++) {
+      const int j = s * SHARE + i;
+      if (s == mine) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) own[i][e] = acc[min(j, NT - 1)][e];
+      } else if (j < NT) {
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+                     " [%0], {%1, %2, %3, %4}, [%5];"
+                     ::"r"(to + i * 512), "f"(acc[j][0]), "f"(acc[j][1]), "f"(acc[j][2]), "f"(acc[j][3]),
+                     "r"(sent) : "memory");
+      }
+    }
+  }
+  await_cluster(barriers + 8);
+#pragma unroll
+  for (int i = 0; i < SHARE; i++) {
+    float others[KC][4];
+#pragma unroll
+    for (int s = 0; s < KC - 1; s++) {
+      const float4 f = ((const float4*)received)[(s * SHARE + i) * 32 + lane];
+      others[s][0] = f.x, others[s][1] = f.y, others[s][2] = f.z, others[s][3] = f.w;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      all[i][e] = 0.0f;
+#pragma unroll
+      for (int s = 0; s < KC; s++) {
+        const float before = others[s > 0 ? s - 1 : 0][e], after = others[s < KC - 1 ? s : 0][e];
+        all[i][e] += s == mine ? own[i][e] : s > mine ? before : after;
+      }
+    }
+  }
+}
+
 // -- the product ----------------------------------------------------------------------------------
 
 constexpr int X_TILE = COLUMNS * 128;  // 64 values of k
@@ -223,7 +314,7 @@ static_assert(RT == 1 && GROUPS / UNIT % 2 == 0, "units take turns");
 constexpr int UNIT_TILES = UNIT < 2 ? 1 : UNIT / 2;
 static_assert(X_STAGES >= 2 * UNIT_TILES, "a unit's tiles and those of the one before");
 constexpr int X_BYTES = WK * X_STAGES * X_TILE;
-constexpr int STAGES_END = X_BYTES + LUT_BYTES + WORKERS / 32 * STAGES * WARP_STAGE;
+constexpr int STAGES_END = X_BYTES + LUT_BYTES + WORKERS / 32 * WARP_BYTES;
 static_assert(!BY_WARPS || TURNED <= WARP_STAGE, "turned round in a stage");
 
 struct alignas(64) Tiled {
@@ -257,9 +348,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
   const int slice = copies ? warp - WN * WK : warp / WN, apart = WK * KC;
   const u32 x_at = shared_address(shared) + slice * (X_STAGES * X_TILE);
   const u32 full = shared_address(shared) + STAGES_END + slice * (16 * X_STAGES), empty = full + 8 * X_STAGES;
+  const u32 barriers = shared_address(shared) + STAGES_END + WK * 16 * X_STAGES + warp * WARP_BARRIERS;
   const int first_chunk = blockIdx.z * WK + slice, count = (p.chunks - first_chunk + apart - 1) / apart;
   const int first_tile = blockIdx.y * gridDim.x + blockIdx.x, step = gridDim.x * gridDim.y;
-  float undo = 1.0f, acc[NT][4];
+  float undo = PART, acc[NT][4];
 
   if (copies && slice < WK && lane == 0) {
     for (int s = 0; s < X_STAGES; s++) {
@@ -267,6 +359,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
       make_barrier(empty + 8 * s, WN);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if constexpr (BY_PAIRS) {
+    if (!copies && lane == 0) {
+      make_barrier(barriers, KC - 1);
+      make_barrier(barriers + 8, 1);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   }
   if constexpr (KIND == LOOKUP) undo = build_lut(lut, p.table);
   __syncthreads();
@@ -291,8 +392,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY));
-  const u32 magic = both(MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
-  u8* stages = shared + X_BYTES + LUT_BYTES + warp * STAGES * WARP_STAGE;
+  const u32 magic = both((FOLDS ? 0 : MAGIC) | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
+  u8* stages = shared + X_BYTES + LUT_BYTES + warp * WARP_BYTES;
   auto first_of = [&](const Place& place) { return (place.across * WN + warp % WN) * ROWS; };
   auto weight_of = [&](int tile) {
     const Place place(tiled, tile);
@@ -360,7 +461,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
               zero = __uint_as_float(0x4B000000u | z);
             }
             u32 pair = pair_of(groups[half], codes[half], q, t, magic, minus, zero, lut);
-            if constexpr (IN_BLOCKS)
+            if constexpr (FOLDS) {
+              const u32 s = fma2(scale_pair(of_values<size_of(SCALE)>(scales[half], c, q)), UP2, MINUS_ZERO2);
+              pair = fma2(pair, s, fma2(s, MINUS_SIGN, MINUS_ZERO2));
+            } else if constexpr (IN_BLOCKS)
               pair = fma2(pair, scale_pair(of_values<size_of(SCALE)>(scales[half], c, q)), MINUS_ZERO2);
             a[u % 2][e][i / 4][i % 4] = pair;
           }
@@ -393,6 +497,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
           x_stage -= X_STAGES, parity ^= 1;
       }
     }
+    if constexpr (BY_PAIRS) {  // the stages are read, and the others' barriers were made
+      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+      __syncwarp();
+      if (lane == 0) tell_others(barriers, first_chunk);
+    }
     wgmma_wait<0>();
 #pragma unroll
     for (int j = 0; j < NT; j++)
@@ -403,7 +512,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
     if constexpr (BY_WARPS) {
       u8* turned = stages + into * WARP_STAGE;  // where nothing is copied to before the next chunk
       put_rows(of_batch(p, y), turned, acc, first_of(place), first_m, m_here, undo, lane);
-    } else {  // the block has no other
+    } else if constexpr (BY_PAIRS) {  // the block has no other
+      float all[SHARE][4];
+      const int first = first_chunk * SHARE;
+      exchange(stages, barriers, acc, all, first_chunk, lane);
+      put_rows(of_batch(p, y), stages, all, first_of(place), first_m + 8 * first, m_here - 8 * first, undo, lane);
+      break;
+    } else {
       asm volatile("cp.async.wait_group 0;" ::: "memory");
       sync_workers();
       u8* turned = shared + SUMS + warp * TURNED;
