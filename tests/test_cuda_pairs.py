@@ -81,6 +81,41 @@ def test_which_kernel_multiplies_two_quantized(values: tuple[str, str], kernel: 
 
 
 @pytest.mark.parametrize(
+    ("m", "k", "left", "kernel"),
+    [
+        (256, 512, "e4m3/1x128:f32", "torch.cublas.fp8"),
+        (128, 512, "e4m3/1x128:f32", "torch.nvrtc.fp8"),
+        (256, 256, "e4m3/1x128:f32", "torch.nvrtc.fp8"),
+        (256, 512, "e4m3/1x128:f16", "torch.nvrtc.fp8"),
+        (256, 512, "e4m3/128x128:f32", "torch.nvrtc.fp8"),
+        (256, 512, "fp8-row", "torch.nvrtc.fp8"),
+    ],
+)
+def test_which_blocks_of_fp8_are_for_cublas(m: int, k: int, left: str, kernel: str) -> None:
+    sides = as_scheme(left), as_scheme("fp8-128x128")
+    problem = Problem("matmul", "cuda", *sides, ((0, 1), (1, 0)), m, 4096, 512, step=k)
+    reason = _kernel("torch.cublas.fp8").why_not(problem) or ""
+    if reason.startswith("blocks need"):
+        pytest.skip(reason)
+    assert explain_problem("torch", problem).kernel == kernel
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "shape", [(256, 256, 512), (129, 264, 512), (131, 17, 1536), (300, 520, 4096)]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_blocks_of_fp8_by_cublas(shape: tuple[int, int, int], dtype: str) -> None:
+    m, n, k = shape
+    a, b = _operand("e4m3/1x128:f32", (m, k)), _operand("fp8-128x128", (n, k))
+    left, right = a.to("torch:cuda:0"), b.to("torch:cuda:0").mT
+    y = pq.matmul(left, right, kernel="torch.cublas.fp8", out_dtype=dtype)
+    assert y.is_contiguous()
+    assert not _error(y, a, b, dtype, "float16")
+    assert torch.equal(y, pq.matmul(left, right, kernel="torch.cublas.fp8", out_dtype=dtype))
+
+
+@pytest.mark.parametrize(
     ("values", "kernel"),
     [
         (("q8s-row", "q8s-row"), "torch.nvrtc.int8"),

@@ -127,7 +127,7 @@ def _device_info(device: str) -> DeviceInfo:
     if sample.kernel is None:
         return DeviceInfo(device, False, f"not usable: {why or 'it has no kernels'}")
     plain, layout = Problem("", kind, as_scheme("q4s")), (None, (1, 0))
-    row = Problem("matmul", kind, "bfloat16", plain.a, layout, 1, 4096, 4096, step=32)
+    row = Problem("matmul", kind, "bfloat16", plain.a, layout, 1, 4096, 4096, step=512)
     found = kernels(owner.name, kind)
     running = [k.name for k in found if not k.why_not(row if k.op == "matmul" else plain)]
     fast = [name for name in running if "definition" not in name]
@@ -386,8 +386,8 @@ def product_problem(a: Operand, b: Operand, device: str, transformed: bool) -> P
 
 
 def _step(extent: int) -> int:
-    """The largest power of two, up to 32, that divides an extent; 0 of one that is not known."""
-    return math.gcd(extent, 32) if isinstance(extent, int) else 0
+    """The largest power of two, up to 512, that divides an extent; 0 of one that is not known."""
+    return math.gcd(extent, 512) if isinstance(extent, int) else 0
 
 
 def matmul_problem(a: Any, b: Any, device: str, *, transformed: bool = False) -> Problem:

@@ -21,7 +21,7 @@ class Problem(NamedTuple):
     None where there is one operand. ``layout`` holds each quantized operand's axis order, or None.
     ``m, n, k`` are the extents of a product, rounded up to powers of two; 0 without meaning.
     ``transformed`` says that a library's transformation watches the operands (autograd, a tracer,
-    vmap), which must see the op as one. ``step`` is the largest power of two, up to 32, that
+    vmap), which must see the op as one. ``step`` is the largest power of two, up to 512, that
     divides the summed extent: what lines of codes are aligned to; 0 where it is not known.
     """
 

@@ -63,6 +63,16 @@ def _lacks_wgmma() -> str | None:
     return None
 
 
+@cache
+def _lacks_fp8_blocks() -> str | None:
+    """Whether torch asks cuBLAS for scales of blocks, as seen with torch 2.11."""
+    found = tuple(int(each) for each in torch.__version__.split(".")[:2])
+    cuda = tuple(int(each) for each in (torch.version.cuda or "13.0").split(".")[:2])
+    if found < (2, 11) or cuda < (12, 9):
+        return f"blocks need torch 2.11 for CUDA 12.9 or newer, and this is {torch.__version__}"
+    return _lacks_wgmma()
+
+
 _lacks_triton = _needs("triton")
 _lacks_nvrtc = _needs("triton", "cuda.bindings.nvrtc")
 _lacks_fp8 = _needs("triton", oldest=(8, 9))
@@ -147,7 +157,11 @@ def _why_not_wide_fp8(problem: Problem) -> str | None:
 
 
 def _why_not_fp8(problem: Problem) -> str | None:
-    return pairing.why_not_fp8(problem) or _lacks_fp8()
+    reason = pairing.why_not_fp8(problem) or _lacks_fp8()
+    sides = [side for side in (problem.a, problem.b) if isinstance(side, QuantScheme)]
+    if reason is None and pairing.in_fp8_blocks(*sides):
+        return _lacks_fp8_blocks()
+    return reason
 
 
 def _why_not_block_int8(problem: Problem) -> str | None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from polyquant.backends.torch.cuda import decode
-from polyquant.backends.torch.cuda.pairing import by_powers
+from polyquant.backends.torch.cuda.pairing import by_powers, in_fp8_blocks
 from polyquant.qtensor import QTensor
 from polyquant.values import ScaleDtype
 
@@ -48,6 +48,8 @@ def matmul_fp8(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
     """``a @ b`` of e4m3 codes, added up in float32; ``a`` (m, k), ``b`` (k, n) stored (n, k)."""
     if not a.size or not b.size:
         return nothing(a, b, dtype)
+    if in_fp8_blocks(a.scheme, b.scheme):
+        return _matmul_in_blocks(a, b, dtype)
     left = codes_of(a, torch.float8_e4m3fn)
     right = codes_of(b, torch.float8_e4m3fn, -b.shape[1] % _STEP)
     plain = all(
@@ -64,6 +66,20 @@ def matmul_fp8(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
     one = torch.ones((), dtype=torch.float32, device=left.device)
     sums = torch._scaled_mm(left, right.mT, one, one, out_dtype=torch.float32)
     return _scaled(sums, a, b, dtype)
+
+
+def _matmul_in_blocks(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same in blocks of 1 x 128 by 128 x 128, by whose scales cuBLAS multiplies sums of 128.
+
+    It wants whole fours of rows, whose scales lie column by column, and whole 16 of columns.
+    """
+    m, n = a.shape[0], b.shape[1]
+    left = codes_of(a, torch.float8_e4m3fn, -m % 4)
+    right = codes_of(b, torch.float8_e4m3fn, -n % _STEP)
+    of_rows = torch.nn.functional.pad(a.scales, (0, 0, 0, -m % 4)).mT.contiguous().mT
+    of_columns = b.scales.contiguous().mT
+    y = torch._scaled_mm(left, right.mT, of_rows, of_columns, out_dtype=dtype)
+    return y if y.shape == (m, n) else y[:m, :n].contiguous()
 
 
 def matmul_bf16(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:

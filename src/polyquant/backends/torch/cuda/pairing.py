@@ -21,6 +21,8 @@ _MOST_K = 1 << 16
 _LEAST_BLOCK = 128
 #: Rows up to which other kernels are quicker than cuBLAS: of codes under one scale, and else.
 _FEW_WHOLE, _FEW_FP8 = 64, 128
+#: Blocks of x and of the weight that cuBLAS scales, and what k must be whole times of for it.
+_FP8_BLOCKS, _FP8_BLOCKS_K = ((1, 128), (128, 128)), 512
 #: Rows above which other kernels are quicker than pairs.cu: wide.cu, or blockwise.py for codes of
 #: 8 bits, which need no widening; blockwise.py or cuBLAS; none. wide.cu is sooner for e4m3 in
 #: blocks, later for integers in short ones.
@@ -43,13 +45,33 @@ def why_not_fp8(problem: Problem) -> str | None:
             return f"it does not take the scales out of the sums of {scheme}"
         if scheme.scale is ScaleDtype.UE8M0:
             return "a ue8m0 scale of 2^-127 is not a float32"
-        if scheme.block is not None and scheme.block != (-1,):
-            return "a scale must be of a whole line along k, or of the whole tensor"
         in_lines |= scheme.block is not None
     if problem.layout != _BY_K:
         return _NOT_BY_K
+    if reason := _why_not_fp8_blocks(problem):
+        return reason
     few = _FEW_FP8 if in_lines else _FEW_WHOLE
     return f"up to {few} rows other kernels are quicker" if problem.m <= few else None
+
+
+def in_fp8_blocks(left: QuantScheme, right: QuantScheme) -> bool:
+    """Whether scales are of the blocks that cuBLAS knows."""
+    return (_block_of(left), _block_of(right)) == _FP8_BLOCKS
+
+
+def _why_not_fp8_blocks(problem: Problem) -> str | None:
+    left, right = problem.a, problem.b
+    if not isinstance(left, QuantScheme) or not isinstance(right, QuantScheme):
+        return "both operands must hold e4m3"
+    if not in_fp8_blocks(left, right):
+        if all(scheme.block in (None, (-1,)) for scheme in (left, right)):
+            return None
+        return "scales must be of whole lines along k or tensors, or of 1 x 128 by 128 x 128"
+    if any(each.scale is not ScaleDtype.F32 or each.tensor_scale for each in (left, right)):
+        return "blocks must have one scale each, in float32"
+    if problem.step % _FP8_BLOCKS_K or not problem.step:
+        return f"in blocks k must be whole {_FP8_BLOCKS_K}"
+    return None
 
 
 def why_not_bf16(problem: Problem) -> str | None:
