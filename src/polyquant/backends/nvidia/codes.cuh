@@ -541,7 +541,8 @@ __device__ __forceinline__ void sync_slice(int slice) {
 // After the last of `count` chunks: slices that have one fewer wait for each other once more, since
 // compute-sanitizer's racecheck orders accesses of two warps by how often each has waited.
 __device__ __forceinline__ void even_out(int slice, int count, int chunks) {
-  if (WN > 1 && WK > 1 && (int)blockIdx.z * WK + count * (WK * KC) < chunks) sync_slice(slice);
+  const int most = (chunks - (int)blockIdx.z * WK + WK * KC - 1) / (WK * KC);
+  if (WN > 1 && count < most) sync_slice(slice);
 }
 
 // -- sums -----------------------------------------------------------------------------------------
