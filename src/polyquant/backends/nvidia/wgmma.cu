@@ -308,8 +308,10 @@ constexpr int LEFT = (AT_FIRST * THREADS - FEW * (THREADS - WORKERS)) / WORKERS 
 constexpr int MANY = LEFT > 240 ? 240 : LEFT;
 
 // Groups of 32 values that become numbers together. A chunk has an even number of them, since two
-// take turns in registers.
-constexpr int UNIT = NT <= 16 && MANY >= 160 && GROUPS % 8 == 0 ? 4 : GROUPS % 4 == 0 ? 2 : 1;
+// take turns in registers; where those are scarce, one: ptxas would let products wait.
+constexpr int UNIT = NT <= 16 && MANY >= 160 && GROUPS % 8 == 0 ? 4
+                     : GROUPS % 4 == 0 && 4 * NT + 56 <= MANY   ? 2
+                                                                : 1;
 static_assert(RT == 1 && GROUPS / UNIT % 2 == 0, "units take turns");
 constexpr int UNIT_TILES = UNIT < 2 ? 1 : UNIT / 2;
 static_assert(X_STAGES >= 2 * UNIT_TILES, "a unit's tiles and those of the one before");
