@@ -434,3 +434,44 @@ def test_sharded_over_two_processes() -> None:
         pytest.skip(found.stdout.strip())
     assert found.returncode == 0, found.stderr
     assert found.stdout.split() == ["same", "same"]
+
+
+# -- without gradients ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activations", [None, "q8s/32:f32"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_that_need_no_gradient_give_the_same_bits(activations: Any, bias: bool) -> None:
+    layer = QLinear(64, 48, bias, scheme="q4s-32", activations=activations)
+    x = torch.randn(3, 5, 64)
+    wanted = layer(x.requires_grad_()).detach()
+    with torch.no_grad():
+        assert torch.equal(layer(x), wanted)
+        assert layer.weight.kept() is layer.weight.kept()
+    with torch.inference_mode():
+        assert torch.equal(layer(x.detach()), wanted)
+        with pq.propagation("propagate"):
+            assert type(layer(x.detach())) is torch.Tensor
+        fresh = QLinear(64, 48, bias, scheme="q4s-32", activations=activations)
+        assert fresh(x.detach()).shape == (3, 5, 48)
+
+
+def test_a_kept_weight_is_that_of_the_bytes_as_they_are() -> None:
+    layer, other = (QLinear(64, 48, scheme="nf4-double") for _ in range(2))
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        before, first = layer(x), layer.weight.kept()
+        layer.load_state_dict(other.state_dict())
+        assert torch.equal(layer(x), other(x)) and not torch.equal(layer(x), before)
+        assert layer.weight.kept() is not first
+        scales = layer.weight.scales.scales
+        scales.copy_((scales.view(torch.float32) * 2).view(torch.uint8))
+        torch.testing.assert_close(layer(x) - layer.bias, 2 * (other(x) - other.bias))
+        layer.load_state_dict(other.state_dict(), assign=True)
+        assert torch.equal(layer(x), other(x))
+        again = copy.deepcopy(layer)
+        assert again.weight._kept is None and torch.equal(again(x), layer(x))
+        stored = pickle.dumps(layer)
+        assert torch.equal(pickle.loads(stored)(x), layer(x))
+        layer.weight.kept()
+        assert layer.double().weight._kept is None

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from polyquant import ops
+from polyquant.arrays import backend
 from polyquant.data import check_description
 from polyquant.data import parts as stored_parts
 from polyquant.errors import InvalidArgument, StateMismatch
+from polyquant.ops.propagation import propagates
 from polyquant.qtensor import QTensor
 from polyquant.scheme import QuantScheme
 from polyquant.scheme import scheme as as_scheme
@@ -38,6 +40,7 @@ class QParameter(nn.Module):
     """
 
     description: Tensor
+    _kept: tuple[list[tuple[int, int]], QTensor] | None = None
 
     def __init__(self, q: QTensor, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -104,6 +107,20 @@ class QParameter(nn.Module):
         """The QTensor of these bytes, which it shares."""
         return tensor_of(self.parts(), self.scheme, self.extents, self.axes)
 
+    def kept(self) -> QTensor:
+        """``qtensor``, and the same one until its bytes lie elsewhere or were written: what kernels
+        prepare for a tensor is kept with it."""
+        parts = self.parts()
+        if any(part.is_inference() for part in parts):  # which do not count how often
+            return self.qtensor
+        seen = [(part.data_ptr(), part._version) for part in parts]
+        if self._kept is None or self._kept[0] != seen:
+            self._kept = seen, self.qtensor
+        return self._kept[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
     @property
     def scheme(self) -> QuantScheme:
         """What the codes mean."""
@@ -131,6 +148,7 @@ class QParameter(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> QParameter:
         """What ``.to`` and ``.half()`` call: the bytes move, and ``dtype`` is what it would be."""
         super()._apply(fn, recurse)
+        self._kept = None
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
 
@@ -138,6 +156,7 @@ class QParameter(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         self._check_state(state_dict, prefix)
+        self._kept = None
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _check_state(self, state: Mapping[str, Any], prefix: str) -> None:
@@ -162,6 +181,14 @@ def _in_words(description: Tensor) -> str:
 
 
 # -- layers -----------------------------------------------------------------------------------
+
+
+def _is_plain(*arrays: Any) -> bool:
+    """Whether nothing of torch's must see a layer as one op: no gradient, no transformation."""
+    if torch.compiler.is_compiling() or propagates():
+        return False
+    watches = backend("torch").is_transformed
+    return all(each is None or (isinstance(each, Tensor) and not watches(each)) for each in arrays)
 
 
 class _Layer(nn.Module):
@@ -264,6 +291,9 @@ class QLinear(_Layer):
     def forward(self, x: Tensor) -> Tensor:
         """``x`` of shape (..., in_features) to (..., out_features)."""
         weight, activations = self.weight, self.activations
+        if _is_plain(x, self.bias, weight.data):
+            found: Tensor = ops.linear(x, weight.kept(), self.bias, activations=activations or None)
+            return found
         made: Tensor = torch.ops.polyquant.linear(
             x, weight.parts(), weight.text, weight.extents, weight.axes, self.bias, activations
         )
