@@ -66,7 +66,9 @@ LIBRARIES = {
 }
 
 #: Folders whose parts are siblings, and what all of a folder's parts may stand on.
-FOLDERS_OF_SIBLINGS = MappingProxyType({"backends": ("definition", "nvidia"), "formats": ()})
+FOLDERS_OF_SIBLINGS = MappingProxyType(
+    {"backends": ("definition", "native", "nvidia"), "formats": ()}
+)
 
 VAGUE = {"utils", "util", "helpers", "helper", "common", "base", "manager", "misc"}
 FILE_LINES = 600

@@ -68,6 +68,24 @@ def test_a_folder_that_cannot_be_made_costs_time_and_nothing_else(folder: Path) 
     assert make.count == 2
 
 
+def test_the_folder_may_be_named_by_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PQ_CACHE", "~/kernels")
+    assert cache.folder() == tmp_path / "kernels"
+
+
+def test_what_is_stopped_while_it_writes_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(old: str, new: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache.os, "replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        cache.kept((b"x",), _Maker())
+    assert not list((folder / "kernels").iterdir())
+
+
 def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")

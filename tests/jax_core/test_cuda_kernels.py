@@ -121,7 +121,7 @@ class Answers:
 
 def install(monkeypatch: pytest.MonkeyPatch, answers: Answers | None) -> None:
     """Put them in the place of cuda-bindings, or take that away."""
-    monkeypatch.setattr(cuda, "find_spec", lambda name: answers)
+    monkeypatch.setattr(cuda.nvidia, "find_spec", lambda name: answers)
     for name in ("cuda", "cuda.bindings"):
         monkeypatch.setitem(sys.modules, name, answers)
 

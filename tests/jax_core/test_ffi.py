@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +21,7 @@ from polyquant.presets import PRESETS
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
+from jax.experimental import serialize_executable  # noqa: E402
 
 from polyquant.jax import stack  # noqa: E402
 
@@ -163,10 +169,27 @@ def test_derivatives_and_a_transposed_product() -> None:
 
 def test_an_exported_program_has_the_definition_and_needs_nothing() -> None:
     x, q = array(5, 64), pq.quantize(array(48, 64), "q4s-32")
-    exported = jax.export.export(jax.jit(by_rows))(x, q)
+    exported = jax.export.export(jax.jit(by_rows), platforms=("cpu",))(x, q)
     assert CALL not in str(exported.mlir_module())
     again = jax.export.deserialize(exported.serialize()).call(x, q)
     np.testing.assert_allclose(again, by_rows(x, q), rtol=1e-5, atol=1e-5)
+
+
+def test_an_executable_that_is_loaded_needs_the_import_alone(tmp_path: Path) -> None:
+    x, q = array(5, 64), pq.quantize(array(48, 64), "q4s-32")
+    compiled = jax.jit(lambda x, q: jnp.sum(by_rows(x, q))).lower(x, q).compile()
+    serialized = serialize_executable.serialize(compiled)
+    (tmp_path / "program").write_bytes(pickle.dumps((serialized, x, q)))
+    load = (
+        "import pickle, sys, polyquant.jax; from jax.experimental import serialize_executable as s;"
+        "given, x, q = pickle.load(open(sys.argv[1], 'rb'));"
+        "print(s.deserialize_and_load(*given)(x, q))"
+    )
+    command = [sys.executable, "-c", load, str(tmp_path / "program")]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    made = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert not made.returncode, made.stderr[-2000:]
+    np.testing.assert_allclose(float(made.stdout), by_rows(x, q).sum(), rtol=1e-5)
 
 
 def test_other_platforms_get_the_definition() -> None:

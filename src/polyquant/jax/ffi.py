@@ -74,9 +74,15 @@ def _by_definition(x: Array, weight: QTensor, kind: Any) -> Array:
     return y.reshape(*x.shape[:2], weight.shape[-1])
 
 
+def register() -> None:
+    """Make the handler known to XLA, which programs ask for that were compiled elsewhere, too."""
+    if missing() is None:
+        handlers.native(_TARGET, "xla_product", "cpu", ("execute",))
+
+
 def _by_call(x: Array, weight: QTensor, kind: Any) -> Array:
     """The custom call; ``native/xla_product.h`` says what it is told."""
-    handlers.native(_TARGET, "xla_product", "cpu", ("execute",))
+    register()
     out = kind if kind in (jnp.float32, jnp.float16, jnp.bfloat16) else jnp.float32
     arrays = [x]
     along_k = weight.axes[-1] == weight.ndim - 2

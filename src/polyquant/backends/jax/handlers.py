@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import threading
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from polyquant.backends.native.compiled import compiled
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -22,7 +23,7 @@ def native(target: str, function: str, platform: str, stages: tuple[str, ...]) -
 
 @cache
 def _registered(target: str, function: str, platform: str, stages: tuple[str, ...]) -> Any:
-    found = import_module("polyquant._native")
+    found = compiled()
     header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
     told = re.search(r"XLA_FFI_API_MINOR (\d+)", header.read_text(encoding="utf-8"))
     make = getattr(found, function)

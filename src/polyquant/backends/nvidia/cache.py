@@ -15,14 +15,14 @@ _DIGEST = hashlib.sha256().digest_size
 def folder() -> Path:
     """Where it is kept: the folder that PQ_CACHE names, or ``~/.cache/polyquant``."""
     named = os.environ.get("PQ_CACHE")
-    return Path(named) if named else Path.home() / ".cache" / "polyquant"
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "polyquant"
 
 
 def kept(parts: tuple[bytes, ...], make: Callable[[], bytes]) -> bytes:
     """What ``make`` returned for the same parts in this process or an earlier one.
 
-    A file holds it behind its digest: one that was cut off or changed is made again. Where the
-    folder can't be read or written each process makes its own.
+    A file holds it behind its digest: one that was cut off is made again. A digest is no signature,
+    so the folder must be the user's own. Where it can't be used each process makes its own.
     """
     sizes = (b"%d" % len(part) for part in parts)
     name = hashlib.sha256(b"\0".join((*sizes, *parts))).hexdigest()
@@ -44,6 +44,6 @@ def _write(path: Path, stored: bytes) -> None:
             file.write(stored)
             file.close()
             os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
+        finally:
+            with suppress(FileNotFoundError):  # it has its name
+                os.unlink(file.name)

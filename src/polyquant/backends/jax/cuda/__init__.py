@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import jax
 
+from polyquant.backends import nvidia
 from polyquant.backends.native.compiled import missing
 from polyquant.backends.nvidia import schemes
 from polyquant.kernel import Kernel, Problem
@@ -46,24 +46,8 @@ def _lacking() -> str | None:
             )
     if len({capability_of(device) for device in found}) > 1:
         return "the GPUs here differ in compute capability, and it is compiled for one"
-    if find_spec("cuda") is None or find_spec("cuda.bindings.nvrtc") is None:
-        return f"cuda-bindings is not installed: {_INSTALL}"
-    return missing() or _why_no_compiler()
-
-
-def _why_no_compiler() -> str | None:
-    """Why NVRTC cannot be loaded, or compiles for newer drivers than this machine's."""
-    from cuda.bindings import driver, nvrtc
-
-    try:
-        (_, *of_compiler), (_, of_driver) = nvrtc.nvrtcVersion(), driver.cuDriverGetVersion()
-    except RuntimeError as error:
-        said = (str(error).splitlines() or ["no reason given"])[0]
-        return f"NVRTC or the driver is not found ({said}): {_INSTALL}"
-    if of_compiler[0] > of_driver // 1000:
-        made, here = of_compiler[0], of_driver // 1000
-        return f"its compiler is CUDA {made}'s, and the driver here CUDA {here}'s: {_INSTALL}"
-    return None
+    reason = nvidia.why_no_compiler()
+    return missing() or (reason and f"{reason}: {_INSTALL}")
 
 
 @cache
