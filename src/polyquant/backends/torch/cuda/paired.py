@@ -76,7 +76,8 @@ def _matmul_in_blocks(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tenso
     m, n = a.shape[0], b.shape[1]
     left = codes_of(a, torch.float8_e4m3fn, -m % 4)
     right = codes_of(b, torch.float8_e4m3fn, -n % _STEP)
-    of_rows = torch.nn.functional.pad(a.scales, (0, 0, 0, -m % 4)).mT.contiguous().mT
+    scales = torch.nn.functional.pad(a.scales, (0, 0, 0, -m % 4)) if m % 4 else a.scales
+    of_rows = scales.mT.contiguous().mT
     of_columns = b.scales.contiguous().mT
     y = torch._scaled_mm(left, right.mT, of_rows, of_columns, out_dtype=dtype)
     return y if y.shape == (m, n) else y[:m, :n].contiguous()
