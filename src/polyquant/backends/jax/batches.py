@@ -111,9 +111,8 @@ def in_programs(name: str, platform: str, call: ByRows, elsewhere: ByRows) -> By
 
         return mlir.lower_fun(of, multiple_results=False)(ctx, *operands, **known)
 
-    def at_once(
-        x: Array, *leaves: Array, structure: Any, kind: Any
-    ) -> Array:  # as disable_jit wants
+    def at_once(x: Array, *leaves: Array, structure: Any, kind: Any) -> Array:
+        """Outside of programs, as jax.disable_jit has it."""
         return elsewhere(x, jax.tree.unflatten(structure, leaves), kind)
 
     product.def_impl(at_once)
