@@ -22,6 +22,7 @@ struct LaunchAttribute {  // CUlaunchAttribute
   union {
     char room[64];
     unsigned cluster[3];
+    int early;
   };
 };
 
@@ -33,6 +34,8 @@ struct LaunchConfig {  // CUlaunchConfig
 };
 
 constexpr int kCluster = 4;         // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+constexpr int kEarly = 6;           // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+constexpr Status kNoDriver = 34;    // CUDA_ERROR_STUB_LIBRARY
 constexpr int kMostShared = 8;      // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kBfloat16 = 9;        // CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
 constexpr int kSwizzle128 = 3;      // CU_TENSOR_MAP_SWIZZLE_128B
@@ -273,22 +276,36 @@ Failure run(const xla::Frame& frame, const Launch& given, void* stream) {
                                  map.strides, map.box, ones, 0, kSwizzle128, kPromoteTo256, 0),
                  "cuTensorMapEncodeTiled"));
   }
-  LaunchAttribute cluster{};
-  cluster.kind = kCluster;
-  for (int i = 0; i < 3; ++i) cluster.cluster[i] = static_cast<unsigned>(each[3 + i]);
-  const bool has_cluster = each[3] > 1 || each[4] > 1 || each[5] > 1;
-  LaunchConfig config{};
-  for (int i = 0; i < 3; ++i) config.grid[i] = static_cast<unsigned>(each[i]);
-  config.block[0] = static_cast<unsigned>(each[6]), config.block[1] = config.block[2] = 1;
-  config.shared = static_cast<unsigned>(shared);
-  config.stream = stream;
-  config.attributes = &cluster;
-  config.count = has_cluster;
-  void* arguments[] = {argument};
-  return check(cuda.launch(&config, function, arguments, nullptr), "cuLaunchKernelEx");
+  CudaLaunch launch{};
+  for (int i = 0; i < 3; ++i) launch.blocks[i] = static_cast<unsigned>(each[i]);
+  for (int i = 0; i < 3; ++i) launch.cluster[i] = static_cast<unsigned>(each[3 + i]);
+  launch.threads = static_cast<unsigned>(each[6]), launch.shared = static_cast<unsigned>(shared);
+  return check(enqueue(launch, function, stream, argument), "cuLaunchKernelEx");
 }
 
 }  // namespace
+
+int enqueue(const CudaLaunch& given, void* function, void* stream, void* argument) {
+  if (!driver().is_whole) return kNoDriver;
+  LaunchConfig config{};
+  std::copy_n(given.blocks, 3, config.grid);
+  config.block[0] = given.threads, config.block[1] = config.block[2] = 1;
+  config.shared = given.shared;
+  config.stream = stream;
+  LaunchAttribute attributes[2] = {};
+  if (given.cluster[0] > 1 || given.cluster[1] > 1 || given.cluster[2] > 1) {
+    LaunchAttribute& each = attributes[config.count++];
+    each.kind = kCluster;
+    std::copy_n(given.cluster, 3, each.cluster);
+  }
+  if (given.early) {
+    LaunchAttribute& each = attributes[config.count++];
+    each.kind = kEarly, each.early = 1;
+  }
+  config.attributes = attributes;
+  void* arguments[] = {argument};
+  return driver().launch(&config, function, arguments, nullptr);
+}
 
 void keep_cuda_kernel(const std::string& digest, std::string code, std::string function,
                       size_t argument) {

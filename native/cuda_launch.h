@@ -1,11 +1,22 @@
-// CUDA kernels launched from XLA's programs. A launch is data: the attributes of a custom call.
+// CUDA kernels launched: on a stream, and from XLA's programs, where a launch is data: the
+// attributes of a custom call.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "xla_frame.h"
 
 namespace pq {
+
+// A launch of a kernel of one argument. blocks: along x, y, z; cluster: likewise; shared: bytes.
+struct CudaLaunch {
+  unsigned blocks[3], cluster[3], threads, shared;
+  bool early;  // the kernel waits by itself for the one before it on the stream
+};
+
+// Enqueues a kernel (a CUfunction or CUkernel) on a stream; what the driver answers (CUresult).
+int enqueue(const CudaLaunch& given, void* function, void* stream, void* argument);
 
 // Keeps machine code under its digest, by which launches name it. `argument`: bytes of the one
 // argument of its function. What is kept already stays.

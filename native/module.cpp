@@ -521,6 +521,17 @@ NB_MODULE(_native, m) {
   m.def("ranges", &pq::ranges, nb::arg("x"), nb::arg("shape"), nb::arg("block"),
         nb::arg("low").none(), nb::arg("high"), nb::arg("saturates"), nb::arg("threads"));
   m.def("all_finite", &pq::all_finite, nb::arg("x"), nb::arg("threads"));
+  m.def("enqueue_cuda",
+        [](uintptr_t function, uintptr_t argument, unsigned x, unsigned y, unsigned z,
+           unsigned threads, unsigned shared, uintptr_t stream, bool early) {
+          const pq::CudaLaunch given{{x, y, z}, {1, 1, z}, threads, shared, early};
+          auto place = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
+          return pq::enqueue(given, place(function), place(stream), place(argument));
+        },
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Enqueues a CUDA kernel of one argument: addresses of it and of that, blocks (a cluster "
+        "is all along z), threads, bytes of shared memory, the stream, and whether it waits by "
+        "itself for the one before. Returns what the driver answers.");
   m.def("keep_cuda_kernel",
         [](const std::string& digest, const nb::bytes& code, const std::string& function,
            size_t argument) {

@@ -74,7 +74,7 @@ def _lacks_fp8_blocks() -> str | None:
 
 
 _lacks_triton = _needs("triton")
-_lacks_nvrtc = _needs("triton", "cuda.bindings.nvrtc")
+_lacks_nvrtc = _needs("triton", "cuda.bindings.nvrtc", "polyquant._native")
 _lacks_fp8 = _needs("triton", oldest=(8, 9))
 
 
@@ -191,11 +191,12 @@ def _why_not_mma(problem: Problem) -> str | None:
 def _beside(operand: Any) -> AbstractContextManager[Any]:
     """The GPU of an operand as torch's current one, which launches go to."""
     array = operand.data if isinstance(operand, QTensor) else operand
+    return _NOTHING if _is_current(array) else torch.cuda.device(array.device.index)
+
+
+def _is_current(array: Any) -> bool:
     index = array.device.index
-    if index is None or index == _current_device():
-        return _NOTHING
-    found: AbstractContextManager[Any] = torch.cuda.device(index)
-    return found
+    return index is None or index == _current_device()
 
 
 def _dequantize(q: Any, dtype: Any) -> Any:
@@ -222,8 +223,11 @@ def _product(module: str, name: str) -> Callable[[Any, Any, Any], Any]:
     """A product of that name in a module that is imported when it runs."""
 
     def run(a: Any, b: Any, dtype: Any) -> Any:
+        product = getattr(_module(module), name)
+        if a.__class__ is torch.Tensor and _is_current(a):  # at every token
+            return product(a, b, dtype)
         with _beside(a):
-            return getattr(_module(module), name)(a, b, dtype)
+            return product(a, b, dtype)
 
     return run
 

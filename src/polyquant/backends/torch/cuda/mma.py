@@ -37,9 +37,16 @@ def matmul(x: torch.Tensor, weight: QTensor, dtype: torch.dtype) -> torch.Tensor
     The weight's last two axes are stored last, in either order; its other axes are those of ``x``
     or are broadcast against (what that cannot be is dequantized for cuBLAS).
     """
-    shape = weight.shape
-    (k, n), batch = shape[-2:], shape[:-2]
-    x = x.resolve_neg()  # kernels read bytes; a view's sign may be in its flags
+    if x.is_neg():  # kernels read bytes; a view's sign may be in its flags
+        x = x.resolve_neg()
+    given = x.shape
+    if len(given) == 2:
+        launch = launches_of(weight).get((given, x.dtype, dtype, None))
+        if launch is not None:
+            y = torch.empty(given[0], weight.shape[1], dtype=dtype, device=x.device)
+            _run(launch, x, y)
+            return y
+    (k, n), batch = weight.shape[-2:], weight.shape[:-2]
     if not batch:
         rows = x if x.ndim == 2 else x.reshape(-1, k)
     elif x.ndim > 1 and torch.broadcast_shapes(x.shape[:-2], batch) == batch:
@@ -68,19 +75,26 @@ def matmul(x: torch.Tensor, weight: QTensor, dtype: torch.dtype) -> torch.Tensor
 
 def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | None) -> None:
     """``y = x @ weight``, x (batch, m, k) or (m, k), by the given tiles or the table's."""
-    *batches, m, k = x.shape
-    batch = batches[0] if batches else 1
-    key = (batch, m, x.dtype, y.dtype, tiles)
+    key = (x.shape, x.dtype, y.dtype, tiles)
     known = launches_of(weight)
     launch = known.get(key)
     if launch is None:
-        launch = _launch_of(weight, batch, m, (x.dtype, y.dtype, x.device.index or 0), tiles)
+        *batches, m, _ = x.shape
+        batch, place = batches[0] if batches else 1, (x.dtype, y.dtype, x.device.index or 0)
+        launch = _launch_of(weight, batch, m, place, tiles)
         keep(known, key, launch)
-    chosen = launch.tiles
-    entering = decode.split_planes(x.reshape(-1, k)) if launch.planes > 1 else _aligned(x, chosen)
+    _run(launch, x, y)
+
+
+def _run(launch: _Launch, x: torch.Tensor, y: torch.Tensor) -> None:
+    is_wide = launch.tiles.wide > 0
+    if launch.planes > 1:
+        x = decode.split_planes(x.reshape(-1, x.shape[-1]))
+    else:
+        x = _aligned(x, is_wide=is_wide)
     argument = Operands.from_buffer_copy(launch.argument)
-    argument.x, argument.y = entering.data_ptr(), y.data_ptr()
-    given = _tiled(argument, entering, launch.plan) if chosen.wide else argument
+    argument.x, argument.y = x.data_ptr(), y.data_ptr()
+    given = _tiled(argument, x, launch.plan) if is_wide else argument
     # A kernel copies codes and numbers of its weight before the kernel before it has ended. So that
     # this is not the one that writes them, a weight's first product on each stream waits.
     nvrtc.launch(launch.function, launch.plan.grid, given, waited=launch.waited)
@@ -172,16 +186,15 @@ def _launch_of(
     return _Launch(plan, function, argument, tiles, planes, arrays, of_weight, set())
 
 
-def _aligned(x: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+def _aligned(x: torch.Tensor, *, is_wide: bool) -> torch.Tensor:
     """Lines of whole 16 bytes at addresses of whole 16 bytes: mostly ``x`` itself.
 
-    wgmma.cu copies tiles of any lines, the others want them one after the other.
+    wgmma.cu (``is_wide``) copies tiles of any lines, the others want them one after the other.
     """
     missing = -x.shape[-1] % 8
     if missing:
         return torch.nn.functional.pad(x, (0, missing))
-    in_step = x.is_contiguous() or (tiles.wide and _is_in_lines(x))
-    if in_step and x.data_ptr() % 16 == 0:
+    if x.data_ptr() % 16 == 0 and (x.is_contiguous() or (is_wide and _is_in_lines(x))):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -11,17 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from cuda.bindings import driver
 
+from polyquant.backends.native.compiled import compiled as compiled_part
 from polyquant.backends.nvidia import Gpu
 from polyquant.backends.nvidia.compiling import answer_of, compiled, fail
 
 
 class Function(NamedTuple):
-    """A kernel loaded on one device: its handle, and the threads and shared memory of a block."""
+    """A kernel loaded on one device: its handle, and the threads and shared memory of a block.
+    ``can_be_early``: the GPU can begin it while the kernel before it still runs."""
 
     handle: int
     threads: int
     shared_bytes: int
     device: int
+    can_be_early: bool
 
 
 @lru_cache(maxsize=512)
@@ -40,14 +43,15 @@ def load(
 
     Raises BackendMissing with the compiler's words where it fails.
     """
-    cubin = compiled(sources, options, torch.cuda.get_device_capability(device), before)
+    capability = torch.cuda.get_device_capability(device)
+    cubin = compiled(sources, options, capability, before)
     with torch.cuda.device(device), _also_in_a_graph():
         _enter(device)
         module = answer_of(driver.cuModuleLoadData(cubin))
         handle = answer_of(driver.cuModuleGetFunction(module, name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         answer_of(driver.cuFuncSetAttribute(handle, attribute, shared_bytes))
-    return Function(int(handle), threads, shared_bytes, device)
+    return Function(int(handle), threads, shared_bytes, device, capability >= (9, 0))
 
 
 @contextmanager
@@ -70,91 +74,31 @@ def gpu_of(device: int) -> Gpu:
     return Gpu(found.name, capability, shared, processors)
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: of its values only the first three words have a meaning here."""
-
-    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint32 * 16))
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_uint)
-            for name in ("x", "y", "z", "threads", "one", "one_more", "shared")
-        ),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("count", ctypes.c_uint),
-    )
-    kept: Any = None
-    """What it points to."""
-
-
-@lru_cache(maxsize=64)
-def _attributes(cluster: int, early: bool) -> Any:
-    """How a kernel is launched besides: in clusters along z; while the kernel before it ends."""
-    kinds = driver.CUlaunchAttributeID
-    found = []
-    if cluster > 1:
-        words = (ctypes.c_uint32 * 16)(1, 1, cluster)
-        found.append(_Attribute(int(kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION), words))
-    if early:
-        words = (ctypes.c_uint32 * 16)(1)
-        kind = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        found.append(_Attribute(int(kind), words))
-    return (_Attribute * len(found))(*found)
-
-
-@lru_cache(maxsize=4096)
-def _config(function: Function, grid: tuple[int, int, int], early: bool) -> _Config:
-    """A launch as it is each time, but for the stream."""
-    early = early and torch.cuda.get_device_capability(function.device) >= (9, 0)
-    attributes = _attributes(grid[2], early)
-    place = ctypes.addressof(attributes)
-    threads, shared = function.threads, function.shared_bytes
-    config = _Config(*grid, threads, 1, 1, shared, None, place, len(attributes))
-    config.kept = attributes
-    return config
-
-
-@cache
-def _launcher() -> Any:
-    """The driver's own function: through its Python binding a launch takes twice as long."""
-    found = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    found.argtypes = (ctypes.c_void_p,) * 4
-    return found
-
-
 def launch(
     function: Function,
     grid: tuple[int, int, int],
     argument: ctypes.Structure,
-    *,
-    early: bool = False,
     waited: set[int] | None = None,
 ) -> None:
     """Run a kernel of one by-value argument on the current stream. Raises BackendMissing.
 
-    A grid's last extent is that of a cluster. ``early``: where the compute capability is 9.0 or
-    higher, the kernel waits for the one before it by itself. ``waited``: it reads a weight before
-    it waits, and these are the streams on which a product of it waited for all that came before;
-    on others this one does. An argument that has the field ``early`` says which it was.
+    A grid's last extent is that of a cluster. ``waited``: the kernel reads a weight before it waits
+    for the one before it, and these are the streams on which a product of it waited for all that
+    came before; on others this one does. The argument's field ``early`` says which it was.
     """
-    stream = _stream_of(function.device)
-    if waited is not None:
-        early = argument.early = _is_complete(waited, stream)
-    config = _Config.from_buffer_copy(_config(function, grid, early))
-    config.stream = stream
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-    given = (ctypes.addressof(config), function.handle, pointers, None)
-    status = _launcher()(*given)
-    if not status:
-        return
+    handle, threads, shared, device, early = function
+    stream = _stream_of(device)
+    if waited is None:
+        early = False
+    elif not _is_complete(waited, stream):
+        early = argument.early = False
+    else:
+        argument.early = True
+    given = (handle, ctypes.addressof(argument), *grid, threads, shared, stream, early)
+    status = _enqueue(*given)
     if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-        _enter(function.device)
-        status = _launcher()(*given)
+        _enter(device)
+        status = _enqueue(*given)
     if status:
         fail(str(driver.CUresult(status)))
 
@@ -172,6 +116,8 @@ def _is_complete(waited: set[int], stream: int) -> bool:
     return False
 
 
+#: Through the driver's Python binding a launch takes five times as long.
+_enqueue = compiled_part().enqueue_cuda
 #: The handle of torch's current stream of a device. (``torch.cuda.current_stream`` takes ten times
 #: as long, and a launch asks each time.)
 _stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
