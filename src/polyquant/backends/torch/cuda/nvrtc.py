@@ -24,7 +24,7 @@ class Function(NamedTuple):
     threads: int
     shared_bytes: int
     device: int
-    can_be_early: bool
+    can_be_early: bool = True
 
 
 @lru_cache(maxsize=512)
