@@ -2,8 +2,9 @@
 
 Times are medians of replays of a CUDA graph that holds one call for each of several copies of the
 weight (at least 240 MB, so that weights come from memory), divided by the number of calls; random
-normal data. Speed-up is over ``F.linear`` in bf16 (cuBLAS) in the same run; the floor is the time
-that the weight's bytes take at the read bandwidth measured in the same run.
+normal data. Speed-up is over ``F.linear`` in bf16 (cuBLAS), whose graph takes turns with ours, as
+those of other libraries do (a GPU's clock moves by some percent); the floor is the time that the
+weight's bytes take at the read bandwidth measured in the same run.
 
 Where ``humming-kernels`` and ``bitsandbytes`` are installed, their kernels are timed beside ours.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
@@ -29,10 +30,11 @@ from machine import versions
 from rivals_cuda import copies_of
 
 import polyquant as pq
-from polyquant.backends.torch.cuda.tune import graph_us
+from polyquant.backends.torch.cuda.tune import captured, graph_us, replayed_us
 from polyquant.dispatch import kernels
 
 PLACE = torch.device("cuda:0")
+OURS, CUBLAS, REPLAYS = "ours", "cublas", 7
 SHAPES = ((8192, 8192), (4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (8192, 28672))
 ROWS_OF_X = (1, 2, 4, 16, 64, 128, 256, 512, 2048, 4096)
 #: Measured at every shape; those of WITH_BARS and the other presets at the first one.
@@ -96,8 +98,7 @@ def main() -> None:
     first, *further = SHAPES
     made["products"] += measure_products(*first, (*SCHEMES, *WITH_BARS), made)
     write(made, arguments.out, begin)
-    cublas = {row["m"]: row["cublas_us"] for row in made["products"]}
-    made["both_quantized"] = measure_pairs(*first, cublas, made)
+    made["both_quantized"] = measure_pairs(*first, made)
     write(made, arguments.out, begin)
     made["conversions"] = [measure_conversions(each) for each in (*SCHEMES, *CONVERTED)]
     made["embeddings"] = measure_embeddings()
@@ -105,12 +106,7 @@ def main() -> None:
     report(made)
     if arguments.quick:
         return
-    for shape in further[:3]:
-        made["products"] += measure_products(*shape, SCHEMES, made)
-        write(made, arguments.out, begin)
-    measure_rivals(*first, made)
-    write(made, arguments.out, begin)
-    for shape in further[3:]:
+    for shape in further:
         made["products"] += measure_products(*shape, SCHEMES, made)
         write(made, arguments.out, begin)
     known = {pq.scheme(s) for s in (*SCHEMES, *WITH_BARS)}
@@ -134,8 +130,8 @@ def triton_version() -> str:
     return str(triton.__version__)
 
 
-def time_us(calls: Sequence[Callable[[], Any]], replays: int = 7) -> float:
-    return round(graph_us(calls, replays), 2)
+def time_us(calls: Sequence[Callable[[], Any]]) -> float:
+    return round(graph_us(calls, REPLAYS), 2)
 
 
 def measure_ceilings() -> dict[str, float]:
@@ -155,46 +151,68 @@ def inputs(k: int) -> dict[int, torch.Tensor]:
     return {m: torch.randn(m, k, device=PLACE).to(torch.bfloat16) for m in ROWS_OF_X}
 
 
+def measured(
+    scheme: str,
+    sizes: tuple[int, int, int],
+    calls: dict[str, Sequence[Callable[[], Any]]],
+    made: dict[str, Any],
+) -> dict[str, Any]:
+    """A row of the results: our product (the first of ``calls``), cuBLAS's, and what is beside."""
+    graphs = {}
+    for name, each in calls.items():
+        try:
+            graphs[name] = captured(each)
+        except rivals_cuda.FAILURES as error:
+            if name in (OURS, CUBLAS):
+                raise
+            made["rivals_failed"][f"{name} {scheme} {sizes}"] = rivals_cuda.words(error)
+    times = zip(graphs, replayed_us(list(graphs.values()), REPLAYS), strict=True)
+    found = {name: round(us / len(calls[name]), 2) for name, us in times}
+    us, cublas_us = found.pop(OURS), found.pop(CUBLAS)
+    row = dict(zip("nkm", sizes, strict=True)) | {"us": us, "cublas_us": cublas_us}
+    row = {"scheme": scheme, **row, "speedup": round(cublas_us / us, 2)}
+    return row | ({"rivals_us": found} if found else {})
+
+
 def measure_products(
     n: int, k: int, schemes: Sequence[str], made: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Every scheme beside cuBLAS; our kernels are compiled first, side by side."""
+    """Every scheme beside cuBLAS, and at the first shape beside its rivals."""
     read_gb_s = made["ceilings"]["read_gb_s"]
-    xs = inputs(k)
-    floats = [
-        torch.randn(n, k, device=PLACE).to(torch.bfloat16) for _ in range(copies_of(2 * n * k))
-    ]
-    linear = torch.nn.functional.linear
-    cublas = {m: time_us([lambda x=x, w=w: linear(x, w) for w in floats]) for m, x in xs.items()}
-    del floats
-    rows = []
+    xs, rows, linear = inputs(k), [], bf16_calls(n, k)
     for scheme in schemes:
         weights = [q.mT for q in copies(scheme, n, k)]
-        with ThreadPoolExecutor(16) as pool:
-            list(pool.map(lambda m: pq.matmul(xs[m], weights[0]), ROWS_OF_X))  # noqa: B023
+        side_by_side(partial(pq.matmul, b=weights[0]), xs.values())
+        is_first, rivals = (n, k) == SHAPES[0], {}
+        if is_first:
+            rivals = rivals_cuda.products(scheme, n, k, made["rivals_failed"])
         for m, x in xs.items():
-            us = time_us([lambda w=w: pq.matmul(x, w) for w in weights])  # noqa: B023
+            calls = {OURS: [partial(pq.matmul, x, w) for w in weights], CUBLAS: linear(x)}
+            for name, (products, most) in rivals.items():
+                if m <= most:
+                    calls[name] = [partial(product, x) for product in products]
+            row = measured(scheme, (n, k, m), calls, made)
             size = weights[0].nbytes
-            row = {
-                "scheme": scheme, "n": n, "k": k, "m": m, "us": us, "cublas_us": cublas[m],
-                "speedup": round(cublas[m] / us, 2), "mbytes": round(size / 1e6, 1),
-                "floor_us": round(size / read_gb_s / 1e3, 2),
-                "of_read_percent": round(100 * size / us / 1e3 / read_gb_s, 1),
-                "kernel": pq.explain("matmul", x, weights[0]).kernel,
-            }  # fmt: skip
+            row["mbytes"] = round(size / 1e6, 1)
+            row["floor_us"] = round(size / read_gb_s / 1e3, 2)
+            row["of_read_percent"] = round(100 * size / row["us"] / 1e3 / read_gb_s, 1)
+            row["kernel"] = pq.explain("matmul", x, weights[0]).kernel
             rows.append(row)
     return rows
 
 
-def measure_rivals(n: int, k: int, made: dict[str, Any]) -> None:
-    """Other libraries' products, written beside ours of the same scheme and shape."""
-    xs = inputs(k)
-    for scheme in SCHEMES:
-        found = rivals_cuda.measure(scheme, n, k, xs, time_us, made["rivals_failed"])
-        for row in made["products"]:
-            others = found.get(row["m"])
-            if others and (row["scheme"], row["n"], row["k"]) == (scheme, n, k):
-                row["rivals_us"] = others
+def bf16_calls(n: int, k: int) -> Callable[[torch.Tensor], list[Callable[[], Any]]]:
+    """``F.linear`` of a tensor by each of several weights in bf16."""
+    floats = [
+        torch.randn(n, k, device=PLACE).to(torch.bfloat16) for _ in range(copies_of(2 * n * k))
+    ]
+    return lambda x: [partial(torch.nn.functional.linear, x, w) for w in floats]
+
+
+def side_by_side(call: Callable[[Any], Any], each: Iterable[Any]) -> None:
+    """Call once with each, so that kernels are compiled at the same time."""
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(call, each))
 
 
 def copies(scheme: str, n: int, k: int) -> list[pq.QTensor]:
@@ -203,28 +221,19 @@ def copies(scheme: str, n: int, k: int) -> list[pq.QTensor]:
     return [q, *(q._map(lambda a: a.clone(), q.device) for _ in range(copies_of(q.nbytes) - 1))]
 
 
-def measure_pairs(
-    n: int, k: int, cublas: dict[int, float], made: dict[str, Any]
-) -> list[dict[str, Any]]:
+def measure_pairs(n: int, k: int, made: dict[str, Any]) -> list[dict[str, Any]]:
     """Both operands quantized, the activations beforehand; torch's own products beside them."""
-    xs, rows = inputs(k), []
+    xs, rows, linear = inputs(k), [], bf16_calls(n, k)
     product = partial(pq.matmul, out_dtype="bfloat16")
     for left, right in PAIRS:
         weights = [q.mT for q in copies(right, n, k)]
         entering = {m: pq.quantize(x, left) for m, x in xs.items()}
-        with ThreadPoolExecutor(16) as pool:
-            list(pool.map(lambda a: product(a, weights[0]), entering.values()))  # noqa: B023
+        side_by_side(partial(product, b=weights[0]), entering.values())
         for m, a in entering.items():
-            us = time_us([lambda w=w: product(a, w) for w in weights])  # noqa: B023
-            row = {
-                "scheme": f"{left} x {right}", "n": n, "k": k, "m": m, "us": us,
-                "cublas_us": cublas[m], "speedup": round(cublas[m] / us, 2),
-                "kernel": pq.explain("matmul", a, weights[0]).kernel,
-            }  # fmt: skip
-            others = rivals_cuda.measure_pair(left, a, weights, time_us, made["rivals_failed"])
-            if others:
-                row["rivals_us"] = others
-            rows.append(row)
+            calls = {OURS: [partial(product, a, w) for w in weights], CUBLAS: linear(xs[m])}
+            calls |= rivals_cuda.of_pair(left, a, weights)
+            row = measured(f"{left} x {right}", (n, k, m), calls, made)
+            rows.append(row | {"kernel": pq.explain("matmul", a, weights[0]).kernel})
     return rows
 
 

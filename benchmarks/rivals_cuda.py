@@ -15,6 +15,8 @@ import torch
 
 PLACE = torch.device("cuda:0")
 Product = Callable[[torch.Tensor], torch.Tensor]
+#: What a library raises where it cannot.
+FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, ImportError, OSError)
 
 
 def copies_of(nbytes: int) -> int:
@@ -83,51 +85,35 @@ RIVALS: dict[str, list[tuple[str, str, Callable[[int, int], list[Product]], int]
 }
 
 
-def measure(
-    scheme: str,
-    n: int,
-    k: int,
-    xs: dict[int, torch.Tensor],
-    time_us: Callable[[list[Callable[[], Any]]], float],
-    failures: dict[str, str],
-) -> dict[int, dict[str, float]]:
-    """Microseconds of each rival of a scheme, by rows of x."""
-    found: dict[int, dict[str, float]] = {m: {} for m in xs}
+def products(
+    scheme: str, n: int, k: int, failures: dict[str, str]
+) -> dict[str, tuple[list[Product], int]]:
+    """Each rival of a scheme: its products, one a copy, and most rows of x worth the time."""
+    found = {}
     for name, package, maker, most in RIVALS.get(scheme, ()):
         if find_spec(package) is None:
             failures[name] = "not installed"
             continue
         try:
-            products = maker(n, k)
-            for m, x in xs.items():
-                if m <= most:
-                    products[0](x)
-                    found[m][name] = time_us([lambda p=p, x=x: p(x) for p in products])
-        except (RuntimeError, ValueError, TypeError, AssertionError, ImportError, OSError) as error:
-            failures[f"{name} {scheme} {n}x{k}"] = f"{type(error).__name__}: {error}"[:200]
+            found[name] = maker(n, k), most
+        except FAILURES as error:
+            failures[f"{name} {scheme} {n}x{k}"] = words(error)
     return found
 
 
-def measure_pair(
-    left: str,
-    a: Any,
-    weights: list[Any],
-    time_us: Callable[[list[Callable[[], Any]]], float],
-    failures: dict[str, str],
-) -> dict[str, float]:
-    """Microseconds of torch's own product of the codes of two quantized operands, by its name."""
+def of_pair(left: str, a: Any, weights: list[Any]) -> dict[str, list[Callable[[], Any]]]:
+    """Torch's own product of the codes of two quantized operands, by its name."""
     if left not in ("fp8-tensor", "fp8-row", "e4m3/1x128:f32", "q8s-row"):
         return {}
     if weights[0].scheme.value != a.scheme.value:
         return {}
     name = "_int_mm" if left == "q8s-row" else "_scaled_mm"
-    try:
-        calls = [_torch_product(left, a, w) for w in weights]
-        calls[0]()
-        return {name: time_us(calls)}
-    except (RuntimeError, ValueError, TypeError) as error:
-        failures[f"{name} {left} {a.shape[0]} rows"] = f"{type(error).__name__}: {error}"[:200]
-        return {}
+    return {name: [_torch_product(left, a, w) for w in weights]}
+
+
+def words(error: Exception) -> str:
+    """A rival's own, where it cannot."""
+    return f"{type(error).__name__}: {error}"[:200]
 
 
 def _torch_product(left: str, a: Any, w: Any) -> Callable[[], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from markdown import table
@@ -69,8 +70,8 @@ def _times(
     head = ["scheme", *(f"{m} row{'s' * (m > 1)}" for m in rows_of_x)]
     lines = []
     if with_bf16:
-        bf16 = {row["m"]: row["cublas_us"] for row in reversed(rows)}
-        lines.append(["bf16 (cuBLAS)", *(f"{bf16[m]:.1f}" for m in rows_of_x)])
+        bf16 = [median(row["cublas_us"] for row in rows if row["m"] == m) for m in rows_of_x]
+        lines.append(["bf16 (cuBLAS), median", *(f"{us:.1f}" for us in bf16)])
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
         of_scheme = [at.get((scheme, m), {}) for m in rows_of_x]
         lines.append([f"`{scheme}`", *(_cell(r.get("us"), r.get("cublas_us")) for r in of_scheme)])

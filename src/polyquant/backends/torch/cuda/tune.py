@@ -112,10 +112,12 @@ def copies(scheme: str, n: int, k: int, place: torch.device) -> list[QTensor]:
 
 
 def graph_us(calls: Sequence[Any], replays: int) -> float:
-    """Microseconds of a call: the median of replays of a graph that holds all of them.
+    """Microseconds of a call: the median of replays of a graph that holds all of them."""
+    return replayed_us([captured(calls)], replays)[0] / len(calls)
 
-    Each runs once before, as it does before a graph is made of a model.
-    """
+
+def captured(calls: Sequence[Any]) -> torch.cuda.CUDAGraph:
+    """A graph of calls. Each runs once before, as it does before a graph is made of a model."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -127,12 +129,18 @@ def graph_us(calls: Sequence[Any], replays: int) -> float:
         for call in calls:
             call()
     graph.replay()
-    times: list[float] = []
+    return graph
+
+
+def replayed_us(graphs: Sequence[torch.cuda.CUDAGraph], replays: int) -> list[float]:
+    """Microseconds of each graph: medians of replays in turns, so that all see the same clock."""
+    times: list[list[float]] = [[] for _ in graphs]
     for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return median(times)
+        for graph, its in zip(graphs, times, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            its.append(begin.elapsed_time(end) * 1e3)
+    return [median(its) for its in times]
