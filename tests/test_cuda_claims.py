@@ -207,13 +207,13 @@ def test_the_first_product_on_each_stream_waits(monkeypatch: Any) -> None:
     """For what may have written the weight: only later ones read it before they wait."""
     from polyquant.backends.torch.cuda import nvrtc
 
-    seen, real = [], nvrtc._config
+    seen, real = [], nvrtc._enqueue
 
-    def note(function: Any, grid: Any, early: bool) -> Any:
-        seen.append(early)
-        return real(function, grid, early)
+    def note(*launch: Any) -> Any:
+        seen.append(launch[-1])
+        return real(*launch)
 
-    monkeypatch.setattr(nvrtc, "_config", note)
+    monkeypatch.setattr(nvrtc, "_enqueue", note)
     for x in (floats(9, 512), quantized("q8s-row", 130, 512)):
         weight = quantized("q8s-row", 256, 512).mT
         seen.clear()
