@@ -96,6 +96,8 @@ def launch(
         argument.early = True
     given = (handle, ctypes.addressof(argument), *grid, threads, shared, stream, early)
     status = _enqueue(*given)
+    if not status:
+        return
     if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
         _enter(device)
         status = _enqueue(*given)
