@@ -74,6 +74,20 @@ u32 picked(u32 a, u32 b, Pick first) {
 }
 inline u32 larger2(u32 a, u32 b) { return picked(a, b, [](float x, float y) { return x != x || x > y; }); }
 inline u32 smaller2(u32 a, u32 b) { return picked(a, b, [](float x, float y) { return x != x || x < y; }); }
+inline u16 to_bf16(double x) {
+  const int exponent = x == 0 || std::isinf(x) ? -126 : max(ilogb(x), -126);
+  return __float_as_uint(std::isinf(x) ? x : ldexp(nearbyint(ldexp(x, 7 - exponent)), exponent - 7)) >> 16;
+}
+inline u32 fused2(u32 a, u32 b, u32 c) {
+  u32 d = 0;
+  for (int i = 0; i < 2; i++) {
+    const double product = (double)half_of(a, i) * half_of(b, i);
+    d |= to_bf16(product + half_of(c, i)) << 16 * i;
+  }
+  return d;
+}
+inline u32 absolute2(u32 a) { return a & 0x7FFF7FFFu; }
+inline u32 twice(u32 x) { return x >> 16 | (x & 0xFFFF0000u); }
 inline u32 fp8_pair(float, float) { return 0; }
 
 // -- threads --------------------------------------------------------------------------------------

@@ -269,6 +269,45 @@ def test_blocks_of_several_lines_in_one_pass(scheme: str, encoder: Any) -> None:
 
 @needs_triton
 @cuda_host.needs_compiler
+@pytest.mark.parametrize("scheme", ["mxfp4", "mxfp6-e3m2", "mxfp8"])
+@pytest.mark.parametrize("order", ["mixed", "sorted"])
+def test_every_bf16_under_powers_of_two(scheme: str, order: str, encoder: Any) -> None:
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = x[torch.isfinite(x.float())]
+    generator = torch.Generator().manual_seed(5)
+    shuffled = torch.randperm(len(x), generator=generator)
+    at = shuffled if order == "mixed" else torch.sort(x.float().abs()).indices
+    x = x[at[: len(x) // 64 * 64]].reshape(-1, 64)[:: 1 if IS_GPU else 8].contiguous()
+    with np.errstate(all="ignore"):
+        wanted = pq.quantize(x.float().numpy(), scheme)
+    got = encoder.run(x.to(DEVICE.partition(":")[2]), as_scheme(scheme), "minmax")
+    assert not conform._parts_differ(got, wanted)
+
+
+@needs_triton
+@cuda_host.needs_compiler
+@pytest.mark.parametrize(
+    ("scheme", "shape"),
+    [("u4/32:(u6/8:f16)+bias:(q6s/8:f16)", (2, 512)), ("u4/32:(u6/8:f16)+bias:f16", (3, 320)),
+     ("nf4-double", (2, 64 * 300)), ("nf4-double", (2, 448)), ("q4s/16:(q8s/32:f16)", (2, 1024)),
+     ("q3s/32:(u4[nf4]/16:f32@native)", (2, 512)), ("q4s/64:(u3/8:bf16)", (64 * 80,)),
+     ("u4/32:(u6/8:f16)+bias:(u6/8:f16)", (2, 512))],
+)  # fmt: skip
+def test_quantized_scales_in_one_pass(scheme: str, shape: tuple[int, ...], encoder: Any) -> None:
+    made = as_scheme(scheme)
+    generator = torch.Generator().manual_seed(28)
+    for kind in (torch.float32, torch.bfloat16):
+        x = torch.randn(shape, generator=generator).to(kind)
+        x[..., :40], x[..., 70:140] = 0.0, x[..., 70:140].abs() + 1
+        with np.errstate(all="ignore"):
+            wanted = pq.quantize(x.float().numpy(), made)
+        device = DEVICE.partition(":")[2]
+        got = encoder.run(x.to(device), made, "minmax", table=wanted.to(DEVICE).table)
+        assert not conform._parts_differ(got, wanted), kind
+
+
+@needs_triton
+@cuda_host.needs_compiler
 @pytest.mark.parametrize(
     "scheme",
     ["q4s-32", "nvfp4", "fp8-128x128", "u4/32:f16+bias:f16", "q8s-tensor", "q4s/16:(q8s/32:f16)",
@@ -353,12 +392,12 @@ def test_looking_up_rows_on_the_gpu() -> None:
 
 @needs_triton
 def test_float32_is_the_sum_of_its_planes() -> None:
-    decode = import_module("polyquant.backends.torch.cuda.decode")
+    module = import_module("polyquant.backends.torch.cuda.planes")
     x = torch.randn(3, 70, generator=torch.Generator().manual_seed(1))
     x = (x * torch.logspace(-20, 20, 70)).to(DEVICE.partition(":")[2])
     x[0, 0], x[1, 1] = float("inf"), 3.4e38
     with np.errstate(all="ignore"):
-        planes = decode.split_planes(x).float()
+        planes = module.split_planes(x).float()
     assert planes.shape == (9, 72)
     high, middle, low = planes[:, :70].reshape(3, 3, 70).unbind(1)
     assert torch.equal((low + middle) + high, x)

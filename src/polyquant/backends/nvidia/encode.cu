@@ -8,7 +8,7 @@
 // CODES (whether they are wanted), CALIBRATES, SATURATES, GROUP (lanes a block, a power of two; 0: a
 // block of threads; without CALIBRATES nothing), ACROSS (of those the lanes of a line; 0: a block is
 // in one line), RUNS (of a lane), THREADS, WHOLE (every run is whole and aligned), COPIES and DENSE
-// (of a table), BOUNDED (no number is far beyond its ends).
+// (of a table), BOUNDED (no number is far beyond its ends), POWERS (divisors are powers of two).
 
 enum { INTEGER = 0, MINIFLOAT = 1, LOOKUP = 2 };
 enum { F32_T = 0, F16_T = 1, BF16_T = 2, UE8M0_T = 3, UE4M3_T = 4, U8_T = 5 };
@@ -19,6 +19,16 @@ constexpr int RUN_BYTES = RUN * WIDTH / 8;
 constexpr float MAX = 0x1.fffffep127f, TINY = 0x1p-126f;
 constexpr float BIG = 0x1p126f, DOWN = 0x1p-24f;
 constexpr float ROUNDER = 12582912.0f;  // added, it rounds to whole numbers, whose bits are the lowest
+
+// Scales or offsets that are quantized themselves, integers or a table's entries (inner.cu).
+struct Inner {
+  u8* codes;
+  void* scales;
+  const float2* steps;  // of a table: its edges and codes, to be halved
+  const float* table;
+  float range, low, high;
+  u32 stride;  // bytes of a line of codes
+};
 
 struct Operands {
   const u8* x;
@@ -38,6 +48,8 @@ struct Operands {
   u32 shift;                 // group as a power of two, if it is one; else 32
   u32 h1, h2, e0, e1, e2, c1, c2;  // of the grid: leading axes, extents of blocks, and blocks
   long long length, extent, stride;  // of a line and a block, values; of a line, bytes of codes
+  Inner inner[2];                    // scales, offsets
+  u32 unit, extents, inner_count;    // of inner.cu: scales of a block of threads, of a block, blocks of a line
 };
 
 __device__ __forceinline__ float flush(float x) { return times(x, 1.0f); }
@@ -147,11 +159,12 @@ __device__ __forceinline__ Range range_of(const Values& x, int values) {
 // -- stored numbers ------------------------------------------------------------------------------
 
 // The bits of a scale >= 0 in its type: the smallest not below.
+template <int TYPE>
 __device__ __forceinline__ u32 rounded_up(float x) {
-  if constexpr (SCALE == F16_T) return f16_up(fminf(x, 65504.0f));
-  if constexpr (SCALE == BF16_T) return min((__float_as_uint(x) + 0xFFFF) >> 16, 0x7F7Fu);
-  if constexpr (SCALE == UE8M0_T) return min((__float_as_uint(x) + 0x7FFFFF) >> 23, 254u);
-  if constexpr (SCALE == UE4M3_T) {
+  if constexpr (TYPE == F16_T) return f16_up(fminf(x, 65504.0f));
+  if constexpr (TYPE == BF16_T) return min((__float_as_uint(x) + 0xFFFF) >> 16, 0x7F7Fu);
+  if constexpr (TYPE == UE8M0_T) return min((__float_as_uint(x) + 0x7FFFFF) >> 23, 254u);
+  if constexpr (TYPE == UE4M3_T) {
     const float limited = fminf(x, 448.0f);
     const float power = __uint_as_float(__float_as_uint(fmaxf(limited, 0.015625f)) & 0x7F800000);
     const u32 up = __float_as_uint(__fmaf_ru(power, 1048576.0f, limited));
@@ -204,15 +217,19 @@ struct Factors {
   float before, reciprocal, offset;
 };
 
-__device__ __forceinline__ float divisor(const Operands& p, u32 bits) {
-  const float scale = number<SCALE>(bits);
-  return p.tensor_scale ? flush(__fmul_rn(scale, *p.tensor_scale)) : scale;
+template <int TYPE = SCALE>
+__device__ __forceinline__ float divisor(const float* tensor_scale, u32 bits) {
+  const float scale = number<TYPE>(bits);
+  return tensor_scale ? flush(__fmul_rn(scale, *tensor_scale)) : scale;
 }
 
-__device__ __forceinline__ Factors factors(const Operands& p, u32 bits, float offset) {
-  Factors f = {SCALE == UE8M0_T && bits == 0 ? 2.0f : 1.0f, 0.0f, offset};
-  float scale = divisor(p, bits);
-  if (SCALE == F32_T || SCALE == BF16_T || SCALE == UE8M0_T || p.tensor_scale) {
+template <int TYPE = SCALE>
+__device__ __forceinline__ Factors factors(const float* tensor_scale, u32 bits, float offset) {
+  if (POWERS && TYPE == UE8M0_T && bits - 1 < 253)
+    return {1.0f, __uint_as_float((254 - bits) << 23), offset};
+  Factors f = {TYPE == UE8M0_T && bits == 0 ? 2.0f : 1.0f, 0.0f, offset};
+  float scale = divisor<TYPE>(tensor_scale, bits);
+  if (TYPE == F32_T || TYPE == BF16_T || TYPE == UE8M0_T || tensor_scale) {
     const float down = fabsf(scale) > BIG ? DOWN : 1.0f;
     scale *= down, f.before *= down;
   }
@@ -220,30 +237,43 @@ __device__ __forceinline__ Factors factors(const Operands& p, u32 bits, float of
   return f;
 }
 
-// The scale and offset of a range, stored by the lane that leads.
-__device__ __forceinline__ Factors calibrated(const Operands& p, Range range, u32 block, bool leads) {
-  if (p.seen && leads && !range.is_finite()) p.seen[0] = 1;
+// The bits of a range's scale. A quotient is above a power of two if it is that before it is rounded,
+// so of powers above the smallest normal number the difference of the bits says which.
+__device__ __forceinline__ u32 stored_scale(const Operands& p, const Range& range) {
   const float low = flush(range.low), high = flush(range.high);
   const float width = OFFSET == NO_OFFSET ? high : fminf(fmaxf(__fsub_rn(high, low), 0.0f), MAX);
+  const int above = __float_as_uint(width) - __float_as_uint(p.range) + (126 << 23);
+  if (POWERS && above > 0) return min((u32)above + 0xFFFFFF >> 23, 254u);
   float ideal = __fdiv_rn(width, p.range);
   if (p.tensor_scale) ideal = __fdiv_rn(flush(ideal), *p.tensor_scale);
-  const u32 bits = rounded_up(flush(ideal));
+  return rounded_up<SCALE>(flush(ideal));
+}
+
+// The bits of the offset of a range whose scale is known.
+__device__ __forceinline__ u32 stored_offset(const Operands& p, const Range& range, u32 scale_bits) {
+  float offset = flush(range.low);
+  if constexpr (OFFSET != BIAS) {
+    const float scale = divisor(p.tensor_scale, scale_bits);
+    const float zero = __fdiv_rn(-offset, scale == 0 ? 1.0f : scale);
+    offset = scale == 0 ? 0.0f : flush(SCALE == UE8M0_T && scale_bits == 0 ? zero * 2 : zero);
+  }
+  return nearest(offset);
+}
+
+// The scale and offset of a range, stored by the lane that leads.
+__device__ __forceinline__ Factors calibrated(const Operands& p, const Range& range, u32 block, bool leads) {
+  if (p.seen && leads && !range.is_finite()) p.seen[0] = 1;
+  const u32 bits = stored_scale(p, range);
   if (leads) store_bits<SCALE>(p.scales, block, bits);
   if constexpr (SCALE == F16_T || SCALE == UE4M3_T)
     if (p.seen && leads && bits == 1) p.seen[1] = 1;
   float offset = 0;
   if constexpr (OFFSET != NO_OFFSET) {
-    offset = low;
-    if constexpr (OFFSET != BIAS) {
-      const float scale = divisor(p, bits);
-      const float zero = __fdiv_rn(-low, scale == 0 ? 1.0f : scale);
-      offset = scale == 0 ? 0.0f : flush(SCALE == UE8M0_T && bits == 0 ? zero * 2 : zero);
-    }
-    const u32 stored = nearest(offset);
+    const u32 stored = stored_offset(p, range, bits);
     if (leads) store_bits<OFFSET_TYPE>(p.offsets, block, stored);
     offset = number<OFFSET_TYPE>(stored);
   }
-  return factors(p, bits, offset);
+  return factors(p.tensor_scale, bits, offset);
 }
 
 // The line of the grid that a line belongs to.
@@ -257,7 +287,7 @@ __device__ __forceinline__ u32 grid_line(const Operands& p, u32 line) {
 __device__ __forceinline__ Factors given(const Operands& p, u32 at) {
   float offset = 0;
   if constexpr (OFFSET != NO_OFFSET) offset = number<OFFSET_TYPE>(stored_bits<OFFSET_TYPE>(p.offsets, at));
-  return factors(p, stored_bits<SCALE>(p.scales, at), offset);
+  return factors(p.tensor_scale, stored_bits<SCALE>(p.scales, at), offset);
 }
 
 // -- codes ---------------------------------------------------------------------------------------
@@ -274,6 +304,23 @@ __device__ __forceinline__ u32 minifloat(float t) {
   const float power = __uint_as_float(__float_as_uint(fmaxf(size, LEAST)) & 0x7F800000);
   const u32 up = __float_as_uint(fmaf(power, (float)(1 << (23 - M)), size)) * BY + MORE;
   return (__float_as_uint(t) & 0x80000000u) | up;
+}
+
+// The same of a pair of bf16 times powers of two: exact in bf16, but for what rounds to zero anyway.
+// (They are moved by another one, so that the lowest bits of the exponents count from zero.)
+constexpr bool PAIRS = POWERS && KIND == MINIFLOAT && IN == BF16_T && BITS < 8 && MANTISSA < 3 && !SATURATES;
+constexpr float SMALLEST_PAIR = 0x1p-110f, LARGEST_PAIR = 0x1p120f;  // reciprocals
+
+__device__ __forceinline__ void minifloats(u32 x, float reciprocal, u32* tops) {
+  constexpr int M = PAIRS ? MANTISSA : 0, WIDE = PAIRS ? BITS : 4, EXPONENTS = WIDE - 1 - M;
+  constexpr int LEAST = 2 - (1 << (EXPONENTS - 1)), MOVED = -((LEAST + 134 - M) & ((2 << EXPONENTS) - 1));
+  constexpr u32 BY = (1u << (16 - WIDE)) + (1u << (9 - WIDE + M));
+  const u32 r = __float_as_uint(reciprocal) + (MOVED << 23), top = __float_as_uint(TOP) + (MOVED << 23);
+  const u32 t = fused2(x, twice(r), 0x80008000u), size = smaller2(absolute2(t), twice(top));
+  const u32 power = larger2(size, twice((u32)(LEAST + MOVED + 127) << 23)) & 0x7F807F80u;
+  const u32 up = fused2(power, twice((u32)(127 + 7 - M) << 23), size);
+  tops[0] = (t << 16 & 0x80000000u) | (up << 16) * BY;
+  tops[1] = (t & 0x80000000u) | (up & 0xFFFF0000u) * BY;
 }
 
 extern __shared__ float2 shared[];      // a table's steps, COPIES of each: one for each pair of banks
@@ -306,8 +353,8 @@ __device__ __forceinline__ u32 integer(float t, float offset) {
 
 // COUNT fields, WIDTH bits each, of the first `values`.
 template <int COUNT>
-__device__ __forceinline__ u32 packed(const Operands& p, u32 steps, const float* t, float offset,
-                                      int values) {
+__device__ __forceinline__ u32 packed(const Operands& p, u32 steps, const float* t, const u32* tops,
+                                      float offset, int values) {
   u32 word = 0;
   if constexpr (KIND == MINIFLOAT && BITS == 8 && HAS_FP8) {
 #pragma unroll
@@ -315,7 +362,7 @@ __device__ __forceinline__ u32 packed(const Operands& p, u32 steps, const float*
   } else if constexpr (KIND == MINIFLOAT) {
 #pragma unroll
     for (int i = COUNT - 1; i >= 0; i--)
-      word = BYTE ? word << 8 | minifloat(t[i]) >> (32 - BITS) : __funnelshift_l(minifloat(t[i]), word, BITS);
+      word = BYTE ? word << 8 | tops[i] >> (32 - BITS) : __funnelshift_l(tops[i], word, BITS);
   } else {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
@@ -339,13 +386,21 @@ __device__ __forceinline__ void put(const Operands& p, const Run& run, const Val
     t[i] = __fmul_rn(times(one, f.before), f.reciprocal);
     if (!WHOLE && i >= run.values) t[i] = 0;
   }
+  u32 tops[RUN];  // minifloats, each in the highest bits
+  if (PAIRS && f.before == 1.0f && f.reciprocal >= SMALLEST_PAIR && f.reciprocal <= LARGEST_PAIR) {
+#pragma unroll
+    for (int i = 0; i < RUN; i += 2) minifloats(x.words[i / 2], f.reciprocal, tops + i);
+  } else if (KIND == MINIFLOAT) {
+#pragma unroll
+    for (int i = 0; i < RUN; i++) tops[i] = minifloat(t[i]);
+  }
   u8* to = p.codes + run.byte;
   if constexpr ((WIDTH & (WIDTH - 1)) == 0) {
     constexpr int EACH = RUN < 32 / WIDTH ? RUN : 32 / WIDTH, WORDS = RUN / EACH;
     u32 words[WORDS];
 #pragma unroll
     for (int w = 0; w < WORDS; w++)
-      words[w] = packed<EACH>(p, steps, t + w * EACH, f.offset, run.values - w * EACH);
+      words[w] = packed<EACH>(p, steps, t + w * EACH, tops + w * EACH, f.offset, run.values - w * EACH);
     if (WHOLE ? run.bytes != 0 : run.bytes == RUN_BYTES && (size_t)to % RUN_BYTES == 0) {
       if constexpr (RUN_BYTES == 16) *(uint4*)to = *(uint4*)words;
       if constexpr (RUN_BYTES == 8) *(uint2*)to = *(uint2*)words;
@@ -358,15 +413,26 @@ __device__ __forceinline__ void put(const Operands& p, const Run& run, const Val
         if (i < run.bytes) to[i] = words[i / 4] >> i % 4 * 8;
     }
   } else {
+    constexpr int EACH = WIDTH == 3 ? 8 : 4, UNIT = RUN_BYTES % 4 == 0 ? 4 : RUN_BYTES % 2 == 0 ? 2 : 1;
+    u32 words[RUN_BYTES / 4 + 1] = {};
 #pragma unroll
-    for (int first = 0; first < RUN; first += 8) {
-      constexpr int EACH = WIDTH == 3 ? 8 : 4;
-      const int left = run.values - first;
-      u64 word = packed<EACH>(p, steps, t + first, f.offset, left);
-      if (EACH == 4) word |= (u64)packed<4>(p, steps, t + first + 4, f.offset, left - 4) << 4 * WIDTH;
+    for (int first = 0; first < RUN; first += EACH) {
+      const u32 part = packed<EACH>(p, steps, t + first, tops + first, f.offset, run.values - first);
+      const int word = first * WIDTH / 32, shift = first * WIDTH % 32;
+      words[word] |= part << shift;
+      if (shift + EACH * WIDTH > 32) words[word + 1] |= part >> (32 - shift);
+    }
+    const bool whole = WHOLE ? run.bytes != 0 : run.bytes == RUN_BYTES && (size_t)to % UNIT == 0;
 #pragma unroll
-      for (int i = 0; i < WIDTH; i++)
-        if (first / 8 * WIDTH + i < run.bytes) to[first / 8 * WIDTH + i] = word >> i * 8;
+    for (int i = 0; i < RUN_BYTES; i++) {
+      const u32 rest = words[i / 4] >> i % 4 * 8;
+      if (whole) {
+        if (UNIT == 4 && i % 4 == 0) *(u32*)(to + i) = rest;
+        if (UNIT == 2 && i % 2 == 0) *(u16*)(to + i) = rest;
+        if (UNIT == 1) to[i] = rest;
+      } else if (!WHOLE && i < run.bytes) {
+        to[i] = rest;
+      }
     }
   }
 }

@@ -70,6 +70,19 @@ __device__ __forceinline__ u32 smaller2(u32 a, u32 b) {
   asm("min.NaN." PAIR " %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+// Pairs of bf16: a * b + c rounded once, and the magnitudes. (Subnormal numbers stay.)
+__device__ __forceinline__ u32 fused2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+__device__ __forceinline__ u32 absolute2(u32 a) {
+  u32 d;
+  asm("abs.bf16x2 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+// The upper half of a float32, twice.
+__device__ __forceinline__ u32 twice(u32 x) { return __byte_perm(x, x, 0x3232); }
 
 // The nearest codes of two numbers, saturated, the first in the low byte.
 #if __CUDA_ARCH__ >= 890

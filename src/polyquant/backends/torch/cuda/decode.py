@@ -43,6 +43,25 @@ def flush(x):
 
 
 @triton.jit
+def times(a, b, FLUSHES: tl.constexpr, FTZ: tl.constexpr):
+    """A product, rounded once, then flushed; FTZ: as the processor does it."""
+    product = a * b
+    if FTZ and FLUSHES:
+        FLUSH: tl.constexpr = "mul.rn.ftz.f32 $0, $1, 0f3F800000;"
+        return tl.inline_asm_elementwise(FLUSH, "=f,f", [product], tl.float32, True, 1)
+    return flush(product) if FLUSHES else product
+
+
+@triton.jit
+def plus(a, b, FLUSHES: tl.constexpr, FTZ: tl.constexpr):
+    """A sum of what is flushed, flushed: below 2^-126 it is exact."""
+    if FTZ and FLUSHES:
+        ADD: tl.constexpr = "add.rn.ftz.f32 $0, $1, $2;"
+        return tl.inline_asm_elementwise(ADD, "=f,f,f", [a, b], tl.float32, True, 1)
+    return flush(a + b) if FLUSHES else a + b
+
+
+@triton.jit
 def minifloat(code, BITS: tl.constexpr, MANTISSA: tl.constexpr):
     """The number of a minifloat's code (int32), NaN and infinity where the type has them.
 
@@ -166,12 +185,68 @@ def fp8_of(codes_ptr, line, at, mask, stride, MANTISSA: tl.constexpr):
 
 
 @triton.jit
+def stored_at(
+    ptr, line, at, count, mask, scales_ptr, table_ptr, stride, extent, scales,
+    KIND: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """Scales or offsets at places of lines of their grid. INNER: how they are quantized, in blocks
+    of its lines (as ``_Inner`` says), or None.
+    """
+    if INNER is None:
+        return stored_number(tl.load(ptr + line * count + at, mask=mask, other=0), KIND)
+    else:
+        field = bytes_of(ptr, line, at, mask, stride, INNER[1], INNER[3])
+        values = number_of(field, table_ptr, INNER[0], INNER[1], INNER[2])
+        raw = tl.load(scales_ptr + line * scales + at // extent, mask=mask, other=0)
+        if INNER[4] == UE8M0:
+            values = values * tl.where(raw.to(tl.int32) == 0, 0.5, 1.0)
+        return flush(values * stored_number(raw, INNER[4]))
+
+
+@triton.jit
+def values_at(
+    codes_ptr, table_ptr, line, first, at, inside, mask, stride,
+    KIND: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    BY_WORDS: tl.constexpr, FP8: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """The numbers of codes at places ``at`` of lines, segments from value ``first`` on."""
+    if FP8:
+        return fp8_of(codes_ptr, line[:, None], at, mask, stride, MANTISSA)
+    else:
+        if BY_WORDS:
+            field = words_of(codes_ptr, line, first, inside, stride, BITS, SEGMENT)
+        else:
+            field = bytes_of(codes_ptr, line[:, None], at, mask, stride, BITS, NATIVE)
+        return number_of(field, table_ptr, KIND, BITS, MANTISSA)
+
+
+@triton.jit
 def grid_line(line, h1, h2, e0, e1, e2, c1, c2, WHOLE_LINES: tl.constexpr):
     """The line of the grid that lines of the tensor belong to: leading axes (., h1, h2)."""
     if WHOLE_LINES:
         return line
     inner = line // h2
     return ((inner // h1 // e0) * c1 + inner % h1 // e1) * c2 + line % h2 // e2
+
+
+@triton.jit
+def line_of(rows_ptr, line, lines_a_row, inside):
+    """The line of the tensor that a line of the result is."""
+    if rows_ptr is None:
+        return line
+    else:
+        row = tl.load(rows_ptr + line // lines_a_row, mask=inside, other=0)
+        return row * lines_a_row + line % lines_a_row
+
+
+@triton.jit
+def blocks_at(first, at, extent, count, inside, mask, SCALES: tl.constexpr):
+    """The blocks of segments, or of each value, and which of them there are."""
+    if SCALES == 0:
+        return at // extent, mask
+    else:
+        block = (first // extent)[:, None] + tl.arange(0, SCALES)[None, :]
+        return block, inside[:, None] & (block < count)
 
 
 @triton.jit
@@ -191,86 +266,67 @@ def decode_kernel(
     codes_ptr, scales_ptr, tensor_scale_ptr, offsets_ptr, table_ptr, out_ptr, rows_ptr,
     segments, segments_a_line, lines_a_row, length, stride, extent, count,
     h1, h2, e0, e1, e2, c1, c2,
+    scale_scales_ptr, scale_table_ptr, scale_stride, scale_extent, scale_count,
+    offset_scales_ptr, offset_table_ptr, offset_stride, offset_extent, offset_count,
     KIND: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
     BY_WORDS: tl.constexpr, FP8: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     HAS_TENSOR_SCALE: tl.constexpr, FLUSHES: tl.constexpr, WHOLE_LINES: tl.constexpr,
     ONE_SCALE: tl.constexpr, OWN_GRID: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    SEGMENT: tl.constexpr, INNER_SCALE: tl.constexpr, INNER_OFFSET: tl.constexpr,
+    FTZ: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """ROWS segments of SEGMENT values: codes in, float values out, in stored order.
 
     SCALES: blocks of a segment, which it holds whole; 0 where blocks end anywhere. ``rows_ptr``:
     the rows (first axis) of the tensor that those of the result are. OWN_GRID: the grid is one of
-    the result's lines. FP8: codes that the processor converts.
+    the result's lines. FP8: codes that the processor converts. INNER_*: how scales and offsets are
+    quantized, of which the pointers' are codes then. EARLY: it begins before the one before ends.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     segment = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = segment < segments
     line = segment // segments_a_line
     first = (segment - line * segments_a_line) * SEGMENT
     at = first[:, None] + tl.arange(0, SEGMENT)[None, :]
     mask = inside[:, None] & (at < length)
-    source = line
-    if rows_ptr is not None:
-        row = tl.load(rows_ptr + line // lines_a_row, mask=inside, other=0)
-        source = row * lines_a_row + line % lines_a_row
+    source = line_of(rows_ptr, line, lines_a_row, inside)
     where = source.to(tl.int64)
-    if FP8:
-        values = fp8_of(codes_ptr, where[:, None], at, mask, stride, MANTISSA)
-    else:
-        if BY_WORDS:
-            field = words_of(codes_ptr, where, first, inside, stride, BITS, SEGMENT)
-        else:
-            field = bytes_of(codes_ptr, where[:, None], at, mask, stride, BITS, NATIVE)
-        values = number_of(field, table_ptr, KIND, BITS, MANTISSA)
-
-    grid = where * 0
+    values = values_at(
+        codes_ptr, table_ptr, where, first, at, inside, mask, stride,
+        KIND, BITS, MANTISSA, NATIVE, BY_WORDS, FP8, SEGMENT,
+    )  # fmt: skip
+    grid = (where * 0)[:, None]  # lines of the grid
     if OWN_GRID:
-        grid = line.to(tl.int64) * count
+        grid = line.to(tl.int64)[:, None]
     elif not ONE_SCALE:
-        grid = grid_line(source, h1, h2, e0, e1, e2, c1, c2, WHOLE_LINES).to(tl.int64) * count
-    if SCALES == 0:
-        place = grid[:, None] + at // extent
-        seen = mask
-    else:
-        block = (first // extent)[:, None] + tl.arange(0, SCALES)[None, :]
-        place, seen = grid[:, None] + block, inside[:, None] & (block < count)
-    raw = tl.load(scales_ptr + place, mask=seen, other=0)
-    scale = stored_number(raw, SCALE)
+        there = grid_line(source, h1, h2, e0, e1, e2, c1, c2, WHOLE_LINES)
+        grid = there.to(tl.int64)[:, None]
+    block, seen = blocks_at(first, at, extent, count, inside, mask, SCALES)
+    scale = stored_at(
+        scales_ptr, grid, block, count, seen, scale_scales_ptr, scale_table_ptr,
+        scale_stride, scale_extent, scale_count, SCALE, INNER_SCALE,
+    )  # fmt: skip
     if HAS_TENSOR_SCALE:
         scale = flush(scale * tl.load(tensor_scale_ptr))
     if OFFSET != NO_OFFSET:
-        offset = tl.load(offsets_ptr + place, mask=seen, other=0).to(tl.float32)
-        offset = spread(flush(offset), ROWS, SCALES, SEGMENT)
+        offset = stored_at(
+            offsets_ptr, grid, block, count, seen, offset_scales_ptr, offset_table_ptr,
+            offset_stride, offset_extent, offset_count, FLOAT, INNER_OFFSET,
+        )  # fmt: skip
+        offset = spread(offset, ROWS, SCALES, SEGMENT)
         if OFFSET == ZERO_POINT:
             values = values - offset
     if SCALE == UE8M0:
+        raw = tl.load(scales_ptr + grid * count + block, mask=seen, other=0)
         half = tl.where(raw.to(tl.int32) == 0, 0.5, 1.0)
         values = values * spread(half, ROWS, SCALES, SEGMENT)
-    values = values * spread(scale, ROWS, SCALES, SEGMENT)
-    if FLUSHES:
-        values = flush(values)
+    values = times(values, spread(scale, ROWS, SCALES, SEGMENT), FLUSHES, FTZ)
     if OFFSET == BIAS:
-        values = flush(values + offset)
+        values = plus(values, offset, FLUSHES, FTZ)
     out = out_ptr + line.to(tl.int64)[:, None] * length + at
     tl.store(out, values.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def split_kernel(x_ptr, out_ptr, k, padded, stride, TILE: tl.constexpr):
-    """A line of float32 as three lines of bf16 that add up to it, zeros behind."""
-    row = tl.program_id(0).to(tl.int64)  # the grid's other axis ends at 65,535
-    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    rest = tl.load(x_ptr + row * stride + at, mask=at < k, other=0.0)
-    is_finite = tl.abs(rest) < float("inf")
-    out = out_ptr + row * 3 * padded + at
-    for plane in tl.static_range(3):
-        bits = rest.to(tl.int32, bitcast=True)
-        upper = bits & -65536 if plane < 2 else bits  # the upper half
-        if plane == 0:  # a NaN stays one, whatever its payload
-            upper = tl.where(rest != rest, 0x7FC00000, upper)
-        part = upper.to(tl.float32, bitcast=True)
-        rest = tl.where(is_finite, rest - part, 0.0)
-        tl.store(out + plane * padded, part.to(tl.bfloat16), mask=at < padded)
 
 
 # -- calls ------------------------------------------------------------------------------------
@@ -283,7 +339,7 @@ def dequantize(q: QTensor, dtype: torch.dtype | None) -> torch.Tensor:
     laid = q.stored_shape or (1,)
     out = torch.empty(laid, dtype=dtype or torch.float32, device=q.data.device)
     if out.numel():
-        grids = [grid_of(part) for part in (q.scales, q.offsets)]
+        grids = [_grid(part) for part in (q.scales, q.offsets)]
         _decode(q, grids, out, laid, None)
     made: torch.Tensor = q.to_logical(out.reshape(q.stored_shape))
     return made
@@ -294,13 +350,13 @@ def embedding(rows: torch.Tensor, q: QTensor, dtype: torch.dtype | None) -> torc
     at, laid = rows.reshape(-1), q.shape
     out = torch.empty((len(at), *laid[1:]), dtype=dtype or torch.float32, device=q.data.device)
     parts = (q.scales, q.offsets)
-    # Of quantized scales those of the rows are decoded, and no others, where each row has its own.
-    own_grid = any(isinstance(part, QTensor) for part in parts)
+    # Of scales that are decoded before, those of the rows are, where each row has its own.
+    own_grid = any(isinstance(part, QTensor) and not _inner(part) for part in parts)
     own_grid = own_grid and math.prod(q.scheme.block_extents(laid)[1:-1]) == 1
     if out.numel():
         height = q.scheme.block_extents(laid)[0]
         blocks = at if height == 1 else at // height
-        grids = [_rows_of(part, blocks) if own_grid else grid_of(part) for part in parts]
+        grids = [_rows_of(part, blocks) if own_grid else _grid(part) for part in parts]
         _decode(q, grids, out, laid, at, own_grid=own_grid)
     return out.reshape(*rows.shape, *laid[1:])
 
@@ -314,7 +370,7 @@ def _rows_of(part: Any, rows: torch.Tensor) -> torch.Tensor | None:
 
 def _decode(
     q: QTensor,
-    grids: list[torch.Tensor | None],
+    grids: list[Any],
     out: torch.Tensor,
     laid: tuple[int, ...],
     rows: torch.Tensor | None,
@@ -324,21 +380,68 @@ def _decode(
     data = q.data.contiguous()
     taken = None if rows is None else len(rows)
     call = _call(q.scheme, laid, data.data_ptr() % 4 == 0, taken)
+    scale, offset = (_inner(part) or _OUTER for part in grids)
+    codes = [part.data if isinstance(part, QTensor) else part for part in grids]
+    early = rows is not None and _begins_early(data.device)
     decode_kernel[call.grid](
         data,
-        grids[0],
+        codes[0],
         q.tensor_scale,
-        grids[1],
+        codes[1],
         q.table,
         out,
         rows,
         *call.numbers,
+        *scale.arguments,
+        *offset.arguments,
         **dict(call.constants),
         FP8=q.scheme.value.is_float and q.scheme.bits == 8 and _converts_fp8(data.device),
         OWN_GRID=own_grid,
+        INNER_SCALE=scale.how,
+        INNER_OFFSET=offset.how,
+        FTZ=data.is_cuda,
+        EARLY=early,
         num_warps=4,
         enable_fp_fusion=False,
+        **({"launch_pdl": True} if early else {}),
     )
+
+
+class _Inner(NamedTuple):
+    """What the kernel is told of scales or offsets that are quantized: arrays, and numbers of a
+    line; kind, bits, mantissa, whether a code takes a byte, and the kind of its scales.
+    """
+
+    arguments: tuple[Any, ...]
+    how: tuple[int, int, int, bool, int] | None
+
+
+_OUTER = _Inner((None, None, 0, 1, 0), None)
+
+
+def _inner(part: Any) -> _Inner | None:
+    """None of what is not quantized, and of what must be decoded before."""
+    if not isinstance(part, QTensor) or part.axes != tuple(range(len(part.shape))):
+        return None
+    made, laid = part.scheme, part.stored_shape
+    is_plain = made.offset is None and made.tensor_scale is None and made.block is not None
+    if not is_plain or isinstance(made.scale, QuantScheme):
+        return None
+    extents = made.block_extents(laid)
+    is_contiguous = part.data.is_contiguous() and part.scales.is_contiguous()
+    if math.prod(extents[:-1]) != 1 or not is_contiguous:
+        return None
+    is_native = made.store is QuantStore.NATIVE
+    mantissa = int(made.value[3]) if made.value.is_float else 0
+    how = (kind_of(made), made.bits, mantissa, is_native, scale_kind(made))
+    stride = line_size_bytes(laid[-1], made.bits, made.store)
+    numbers = (stride, extents[-1], made.scale_shape(laid)[-1])
+    return _Inner((part.scales, part.table, *numbers), how)
+
+
+def _grid(part: Any) -> Any:
+    """Scales or offsets as the kernel takes them."""
+    return part if _inner(part) else grid_of(part)
 
 
 def grid_of(part: Any) -> torch.Tensor | None:
@@ -348,23 +451,16 @@ def grid_of(part: Any) -> torch.Tensor | None:
     return dequantize(part, None) if isinstance(part, QTensor) else part.contiguous()
 
 
-def split_planes(x: torch.Tensor) -> torch.Tensor:
-    """Lines (m, k) of float32 as bf16 (3 m, k padded to whole 16 bytes): three that add up to each.
-
-    The upper 8 bits of the significand, the next 8, and the rest: exact where none is subnormal.
-    """
-    m, k = x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
-    padded = -(-k // 8) * 8
-    out = torch.empty((3 * m, padded), dtype=torch.bfloat16, device=x.device)
-    split_kernel[(m, -(-padded // 1024))](x, out, k, padded, x.stride(0), TILE=1024)
-    return out
-
-
 @lru_cache(maxsize=64)
 def _converts_fp8(device: torch.device) -> bool:
     """Whether the processor converts minifloats of 8 bits (so does Triton's interpreter)."""
     return device.type != "cuda" or bool(torch.cuda.get_device_capability(device) >= (8, 9))
+
+
+@lru_cache(maxsize=64)
+def _begins_early(device: torch.device) -> bool:
+    """Whether a kernel may begin before the one before it on the stream has ended."""
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 class _Call(NamedTuple):
@@ -465,7 +561,16 @@ def offset_kind(scheme: QuantScheme) -> int:
 
 
 def _may_be_subnormal(scheme: QuantScheme) -> bool:
-    """Whether a code times a scale can be below 2^-126: not for integers under narrow scales."""
-    narrow = scheme.scale in (ScaleDtype.F16, ScaleDtype.UE4M3) and scheme.tensor_scale is None
-    is_float_zero = scheme.offset is not None and not isinstance(scheme.offset.dtype, QuantValue)
-    return not narrow or is_float_zero or scheme.mode is QuantMode.LOOKUP
+    """Whether values can be below 2^-126: not where all numbers are multiples of, say, 2^-64."""
+    offset = None if scheme.offset is None else scheme.offset.dtype
+    is_coarse = _is_coarse(scheme.scale) and (offset is None or _is_coarse(offset))
+    return not is_coarse or scheme.tensor_scale is not None or scheme.mode is QuantMode.LOOKUP
+
+
+def _is_coarse(stored: Any) -> bool:
+    """Whether stored numbers, or integers times such, are multiples of 2^-24."""
+    if isinstance(stored, QuantScheme):
+        plain = stored.mode is not QuantMode.LOOKUP and not stored.value.is_float
+        plain = plain and stored.offset is None and stored.tensor_scale is None
+        return plain and _is_coarse(stored.scale)
+    return stored in (ScaleDtype.F16, ScaleDtype.UE4M3) or isinstance(stored, QuantValue)

@@ -14,22 +14,23 @@ from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from polyquant import calibrate, standard
 from polyquant.backends.torch.cuda import nvrtc
 from polyquant.backends.torch.cuda.decode import grid_of, leading
+from polyquant.backends.torch.cuda.intervals import halved, intervals
 from polyquant.backends.torch.cuda.kernels import why_not_encode
 from polyquant.codec import line_size_bytes
 from polyquant.kernel import Seen
 from polyquant.qtensor import QTensor, from_fields
 from polyquant.scheme import OffsetKind, QuantScheme
 from polyquant.standard import Params
-from polyquant.tables import CUSTOM, named_table, steps
-from polyquant.values import TINY, QuantMode, QuantStore, QuantValue, ScaleDtype
+from polyquant.tables import CUSTOM, named_table
+from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
 
 _SOURCES = ("ptx.cuh", "encode.cu")
+_INNER_SOURCES = (*_SOURCES, "inner.cu")
 _KINDS = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
 _TYPES = MappingProxyType({"f32": 0, "f16": 1, "bf16": 2, "ue8m0": 3, "ue4m3": 4})
 _U8 = 5
@@ -39,8 +40,16 @@ _RUN_BYTES, RUNS, THREADS = 32, 2, 128
 ROW_RUNS, _MOST_THREADS = 4, 1024
 #: Blocks of threads that look for the largest number, and runs of a lane that are loaded at once.
 _BLOCKS, _AHEAD = 1056, 8
-#: Intervals of a table, and their bytes with copies.
-_MOST_INTERVALS, _TABLE_BYTES = 257, 10240
+
+
+class _Inner(ctypes.Structure):
+    """What encode.cu calls Inner."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "steps", "table")),
+        *((name, ctypes.c_float) for name in ("range", "low", "high")),
+        ("stride", ctypes.c_uint32),
+    )
 
 
 class _Operands(ctypes.Structure):
@@ -56,6 +65,8 @@ class _Operands(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("blocks", "count", "group", "tiles", "shift")),
         *((name, ctypes.c_uint32) for name in ("h1", "h2", "e0", "e1", "e2", "c1", "c2")),
         *((name, ctypes.c_int64) for name in ("length", "extent", "stride")),
+        ("inner", _Inner * 2),
+        *((name, ctypes.c_uint32) for name in ("unit", "extents", "inner_count")),
     )
 
 
@@ -119,14 +130,20 @@ def _quantize(
     shape = tuple(x.shape)
     stride = line_size_bytes(shape[-1] if shape else 1, scheme.bits, scheme.store)
     data = torch.empty((*shape[:-1], stride), dtype=torch.uint8, device=x.device)
-    finds = False
-    if params is None and calibration == "minmax" and scheme.table != CUSTOM and data.numel():
+    finds, inner = False, None
+    if params is None and calibration == "minmax" and data.numel():
+        inner = _inner_call(
+            scheme, shape, _KINDS[values.dtype], how.saturates, _aligned(values, data)
+        )
+    if inner is not None:
+        params = _encode_inner(values, scheme, data, how, inner)
+    elif params is None and calibration == "minmax" and scheme.table != CUSTOM and data.numel():
         params, finds = _minmax(values, scheme, how)
     if params is None:
         name, argument = calibrate.check(calibration, scheme)
         rule = "saturate" if how.saturates else "raise"
         params = calibrate.METHODS[name][0](x, scheme, how.table, rule, argument)
-    if data.numel():
+    if data.numel() and inner is None:
         _encode(values, scheme, params, data, how, finds=finds)
     grids = (params.scales, params.tensor_scale, params.offsets, params.table)
     return from_fields(scheme, shape, data, *grids, tuple(range(x.ndim)), f"torch:{x.device}")
@@ -163,6 +180,8 @@ def _plan(scheme: QuantScheme, shape: tuple[int, ...], kind: int) -> _Plan:
     is_bias = scheme.offset is not None and scheme.offset.kind is OffsetKind.BIAS
     if isinstance(scheme.scale, QuantScheme) and scheme.offset is not None and not is_bias:
         found = ""  # zero points follow from scales as they are stored
+    if standard.subtracts(scheme):
+        found = ""  # no bias is above zero
     dtypes = _storage(scheme.scale), None if offset is None else _storage(offset)
     return _Plan(found, scheme.scale_shape(shape), *dtypes, is_nested)
 
@@ -288,23 +307,34 @@ def _encode(
     finds: bool,
 ) -> None:
     """Codes, and with ``finds`` scales and offsets; without ``data`` those alone."""
-    aligned = x.data_ptr() % 16 == 0 and (data is None or data.data_ptr() % 16 == 0)
-    flags = (finds, data is not None, how.saturates, aligned)
+    flags = (finds, data is not None, how.saturates, _aligned(x, data))
     call = _call(scheme, tuple(x.shape) or (1,), _KINDS[x.dtype], *flags)
     options, given = call.options, _Operands.from_buffer_copy(call.operands)
     shared = 0
     if scheme.mode is QuantMode.LOOKUP and data is not None:
-        found = _intervals(scheme, params.table, x.device)
-        given.steps, given.intervals = found.steps.data_ptr(), found.steps.shape[0]
-        given.by, given.most = found.by, found.most
-        options += (f"COPIES={found.copies}", f"DENSE={int(not found.by)}")
-        # Of the interval of number 0, less the bits of 1.5 * 2^23, which come with a number.
-        given.origin = 8 * found.copies * (given.intervals // 2 - 0x4B400000) % 2**32
-        shared = 8 * given.intervals * found.copies
+        more, shared = _search(given, scheme, params.table, x.device)
+        options += more
     grids = [grid_of(part) for part in (params.scales, params.offsets)]
     _point(given, x, params._replace(scales=grids[0], offsets=grids[1]), how)
     given.codes = None if data is None else data.data_ptr()
     _launch("encode", options, x, given, call.blocks, call.threads, shared)
+
+
+def _search(
+    given: _Operands, scheme: QuantScheme, table: torch.Tensor | None, device: torch.device
+) -> tuple[tuple[str, ...], int]:
+    """Tells a kernel how to find entries of a table: more options, and bytes of shared memory."""
+    found = intervals(scheme, table, device)
+    given.steps, given.intervals = found.steps.data_ptr(), found.steps.shape[0]
+    given.by, given.most = found.by, found.most
+    # Of the interval of number 0, less the bits of 1.5 * 2^23, which come with a number.
+    given.origin = 8 * found.copies * (given.intervals // 2 - 0x4B400000) % 2**32
+    options = (f"COPIES={found.copies}", f"DENSE={int(not found.by)}")
+    return options, 8 * given.intervals * found.copies
+
+
+def _aligned(x: torch.Tensor, data: torch.Tensor | None) -> bool:
+    return x.data_ptr() % 16 == 0 and (data is None or data.data_ptr() % 16 == 0)
 
 
 class _Call(NamedTuple):
@@ -377,6 +407,106 @@ def _call(
     return _Call(options, threads, blocks, given)
 
 
+# -- scales that are quantized themselves -----------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def _inner_call(
+    scheme: QuantScheme, shape: tuple[int, ...], kind: int, saturates: bool, aligned: bool
+) -> _Call | None:
+    """How one kernel finds scales, and offsets, that are quantized, and codes; None: none does."""
+    plan = _plan(scheme, shape, kind)
+    if plan.kernel != "encode" or not isinstance(scheme.scale, QuantScheme):
+        return None
+    call = _call(scheme, shape or (1,), kind, True, True, saturates, aligned)
+    lanes = call.operands.group
+    if not {"WHOLE=1", "ACROSS=0", f"GROUP={lanes}"} <= set(call.options):
+        return None
+    parts = _inner_schemes(scheme)
+    kinds = [_inner_extent(part, plan.grid) for part in parts]
+    *outer, count = plan.grid
+    extent, group = kinds[0], _power(max(kinds[0], 1))
+    unit = min(extent, count)
+    if group == extent < count:  # several blocks of scales
+        unit *= max(1, THREADS * RUNS // (extent * lanes))
+    runs = min(lanes, RUNS if unit * lanes <= RUNS * _MOST_THREADS else ROW_RUNS)
+    threads = -(-unit * lanes // (32 * runs)) * 32
+    is_whole = unit >= count or all(unit * part.bits % 8 == 0 for part in parts)
+    if not extent or set(kinds) != {extent} or threads > _MOST_THREADS or not is_whole:
+        return None
+    given = _Operands.from_buffer_copy(call.operands)
+    given.count, given.unit, given.extents = count, unit, extent
+    given.tiles, given.inner_count = -(-count // unit), -(-count // extent)
+    facts: dict[str, Any] = {"codes": True, "group": lanes, "runs": runs, "threads": threads}
+    options = _options(scheme, kind=kind, saturates=saturates, whole=True, **facts)
+    options += (f"INNER_GROUP={group}",)
+    for name, i in (("INNER", 0), ("INNER_OFFSET", 1)):
+        options += _of_inner(name, parts[i] if i < len(parts) else None)
+    for part, place in zip(parts, given.inner, strict=False):
+        place.range, (place.low, place.high) = _range(part), part.value.range
+        place.stride = line_size_bytes(count, part.bits, part.store)
+    return _Call(options, threads, math.prod(outer) * given.tiles, given)
+
+
+def _inner_schemes(scheme: QuantScheme) -> list[QuantScheme]:
+    """Those of scales and offsets that are quantized."""
+    kinds = (scheme.scale, None if scheme.offset is None else scheme.offset.dtype)
+    return [kind for kind in kinds if isinstance(kind, QuantScheme)]
+
+
+def _inner_extent(part: QuantScheme, grid: tuple[int, ...]) -> int:
+    """How many numbers of a line of the grid a block holds; 0 where the kernel does not do it."""
+    is_plain = part.offset is None and part.tensor_scale is None and part.block is not None
+    is_plain = is_plain and not (part.extras or part.value.is_float or part.table == CUSTOM)
+    if not is_plain or part.scale not in (ScaleDtype.F32, ScaleDtype.F16, ScaleDtype.BF16):
+        return 0
+    *outer, extent = part.block_extents(grid)
+    return extent if math.prod(outer) == 1 else 0
+
+
+def _of_inner(name: str, part: QuantScheme | None) -> tuple[str, ...]:
+    """What the kernel is compiled for besides."""
+    if part is None:
+        return tuple(f"{name}_{what}={-1 if what == 'KIND' else 1}" for what in _OF_INNER)
+    kind = 2 if part.mode is QuantMode.LOOKUP else 0
+    width = 8 if part.store is QuantStore.NATIVE else part.bits
+    facts = (kind, part.bits, width, _TYPES[str(part.scale)])
+    return tuple(f"{name}_{what}={fact}" for what, fact in zip(_OF_INNER, facts, strict=True))
+
+
+_OF_INNER = ("KIND", "BITS", "WIDTH", "TYPE")
+
+
+def _encode_inner(
+    x: torch.Tensor, scheme: QuantScheme, data: torch.Tensor, how: _How, call: _Call
+) -> Params:
+    """Codes, and scales and offsets as they are stored, in one pass."""
+    grid = scheme.scale_shape(tuple(x.shape))
+    options, given, shared = call.options, _Operands.from_buffer_copy(call.operands), 0
+    if scheme.mode is QuantMode.LOOKUP:
+        more, shared = _search(given, scheme, how.table, x.device)
+        options = tuple(o for o in options if o.partition("=")[0] not in ("COPIES", "DENSE")) + more
+    made = []
+    for part, place in zip(_inner_schemes(scheme), given.inner, strict=False):
+        codes = torch.empty((*grid[:-1], place.stride), dtype=torch.uint8, device=x.device)
+        numbers = torch.empty(part.scale_shape(grid), dtype=_storage(part.scale), device=x.device)
+        table = standard.named_constant(numbers, part)
+        place.codes, place.scales = codes.data_ptr(), numbers.data_ptr()
+        if table is not None:
+            edges = halved(str(part.table), x.device)
+            place.steps, place.table = edges.data_ptr(), table.data_ptr()
+            shared += edges.nbytes
+        axes, device = tuple(range(len(grid))), f"torch:{x.device}"
+        made.append(from_fields(part, grid, codes, numbers, None, None, table, axes, device))
+    offsets: Any = made[1] if len(made) > 1 else None
+    if scheme.offset is not None and offsets is None:
+        offsets = torch.empty(grid, dtype=_storage(scheme.offset.dtype), device=x.device)
+        given.offsets = offsets.data_ptr()
+    given.x, given.codes, given.seen = x.data_ptr(), data.data_ptr(), how.flags or None
+    _launch("encode_inner", options, x, given, call.blocks, call.threads, shared)
+    return Params(made[0], None, offsets, how.table)
+
+
 def _per_run(kind: int) -> int:
     """Values of a run."""
     return _RUN_BYTES // (2 if kind else 4)
@@ -431,6 +561,7 @@ def _of_scheme(scheme: QuantScheme) -> dict[str, Any]:
         "OFFSET": 0,
         "OFFSET_TYPE": 0,
         "OFFSET_TOP": "0.f",
+        "POWERS": scheme.scale is ScaleDtype.UE8M0 and scheme.tensor_scale is None,
     }
     if offset is not None and isinstance(offset.dtype, QuantValue):
         top = min(2**offset.dtype.bits, 2**scheme.bits) - 1.0
@@ -459,63 +590,6 @@ def _launch(
     threads: int = THREADS,
     shared: int = 0,
 ) -> None:
-    function = nvrtc.load(_SOURCES, name, options, threads, shared, x.device.index or 0)
+    sources = _INNER_SOURCES if name == "encode_inner" else _SOURCES
+    function = nvrtc.load(sources, name, options, threads, shared, x.device.index or 0)
     nvrtc.launch(function, (blocks, 1, 1), given)
-
-
-# -- tables -----------------------------------------------------------------------------------
-
-
-class _Intervals(NamedTuple):
-    """A table as encode.cu searches it: (count, 2) edges and codes; intervals 1 / by wide."""
-
-    steps: torch.Tensor
-    by: float
-    most: float
-    copies: int
-
-
-def _intervals(scheme: QuantScheme, table: torch.Tensor | None, device: torch.device) -> _Intervals:
-    if scheme.table != CUSTOM or table is None:
-        return _named_intervals(str(scheme.table), device)
-    return _searched(table.cpu().numpy(), device)
-
-
-@lru_cache(maxsize=64)
-def _named_intervals(name: str, device: torch.device) -> _Intervals:
-    table = named_table(name)
-    return _searched(table, device)
-
-
-def _searched(table: Any, device: torch.device) -> _Intervals:
-    """The widest intervals that hold one edge at most; else (``by`` 0) the edges, to be halved.
-
-    An edge at zero stands just below the normal numbers, as numbers below them are zeros.
-    """
-    found = steps(table)
-    below = np.nextafter(np.float32(TINY), np.float32(0))
-    edges = np.where(found.midpoints == 0, below, found.midpoints).astype(np.float32)
-    reach = float(np.abs(table).max())
-    for by in 2.0 ** np.arange(-100, 100):
-        most = math.ceil(reach * by) + 1
-        if 2 * most + 1 > _MOST_INTERVALS:
-            break
-        middle = np.arange(-most, most + 1)
-        first = np.searchsorted(edges, (middle - 0.5) / by, side="left")
-        last = np.searchsorted(edges, (middle + 0.5) / by, side="right")
-        if (last - first).max() <= 1:
-            has_edge = last > first
-            here = np.append(edges, np.float32(np.inf))[np.where(has_edge, first, len(edges))]
-            codes = found.codes.astype(np.uint32)
-            around = codes[first] | codes[np.minimum(first + 1, len(codes) - 1)] << 8
-            copies = max(1, min(16, 1 << (_TABLE_BYTES // 8 // len(middle)).bit_length() - 1))
-            return _Intervals(_pairs(here, around, device), float(by), most / by, copies)
-    count = len(table)
-    here, codes = np.full(count, np.inf, np.float32), np.zeros(count, np.uint32)
-    here[: len(edges)], codes[: len(found.codes)] = edges, found.codes
-    return _Intervals(_pairs(here, codes, device), 0.0, 0.0, 1)
-
-
-def _pairs(edges: Any, codes: Any, device: torch.device) -> torch.Tensor:
-    words = np.stack([edges.astype(np.float32).view(np.int32), codes.astype(np.int32)], axis=1)
-    return torch.from_numpy(words).to(device)

@@ -24,6 +24,7 @@ from polyquant.backends.nvidia.planning import (
 from polyquant.backends.nvidia.schemes import type_number
 from polyquant.backends.nvidia.tiles import Tiles
 from polyquant.backends.torch.cuda import decode, nvrtc, products
+from polyquant.backends.torch.cuda.planes import split_planes
 from polyquant.codec import line_size_bytes
 from polyquant.qtensor import QTensor
 
@@ -89,7 +90,7 @@ def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | N
 def _run(launch: _Launch, x: torch.Tensor, y: torch.Tensor) -> None:
     is_wide = launch.tiles.wide > 0
     if launch.planes > 1:
-        x = decode.split_planes(x.reshape(-1, x.shape[-1]))
+        x = split_planes(x.reshape(-1, x.shape[-1]))
     else:
         x = _aligned(x, is_wide=is_wide)
     argument = Operands.from_buffer_copy(launch.argument)
