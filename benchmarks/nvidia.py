@@ -6,7 +6,7 @@ normal data. Speed-up is over ``F.linear`` in bf16 (cuBLAS), whose graph takes t
 those of other libraries do (a GPU's clock moves by some percent); the floor is the time that the
 weight's bytes take at the read bandwidth measured in the same run.
 
-Where ``humming-kernels`` and ``bitsandbytes`` are installed, their kernels are timed beside ours.
+Where ``humming-kernels``, ``bitsandbytes`` and ``gemlite`` are installed, their kernels are timed beside ours.
 
     python benchmarks/nvidia.py [--out benchmarks/results/cuda.json] [--quick]
 """
@@ -191,8 +191,8 @@ def measure_products(
             rivals = rivals_cuda.products(scheme, n, k, made["rivals_failed"])
         for m, x in xs.items():
             calls = {OURS: [partial(pq.matmul, x, w) for w in weights], CUBLAS: linear(x)}
-            for name, (products, most) in rivals.items():
-                if m <= most:
+            for name, (products, worth) in rivals.items():
+                if m in worth:
                     calls[name] = [partial(product, x) for product in products]
             row = measured(scheme, (n, k, m), calls, made)
             size = weights[0].nbytes

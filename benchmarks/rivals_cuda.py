@@ -64,38 +64,53 @@ def bitsandbytes(n: int, k: int) -> list[Product]:
     return [lambda x, p=p, s=s: bnb.matmul_4bit(x, p.t(), quant_state=s) for p, s in made]
 
 
-#: By the scheme that they are compared with: name, package, maker, most rows of x worth the time.
-RIVALS: dict[str, list[tuple[str, str, Callable[[int, int], list[Product]], int]]] = {
+def gemlite(n: int, k: int) -> list[Product]:
+    """gemlite's int4 in blocks of 64 with zero points."""
+    from gemlite.helper import A16W4_HQQ_INT
+
+    codes = torch.randint(0, 16, (n, k), device=PLACE, dtype=torch.uint8)
+    scales = torch.rand(n, k // 64, device=PLACE).to(torch.bfloat16)
+    maker = A16W4_HQQ_INT(device=str(PLACE), dtype=torch.bfloat16)
+    zeros = torch.full_like(scales, 8)
+    return [maker.from_weights(codes, scales, zeros) for _ in range(copies_of(n * k // 2))]
+
+
+_FEW = (1, 2, 4, 16, 64, 128, 256)
+_ALL = (*_FEW, 512, 2048, 4096)
+#: By the scheme that they are compared with: name, package, maker, rows of x worth the time
+#: (gemlite compiles for 5 to 12 s at each).
+RIVALS: dict[str, list[tuple[str, str, Callable[[int, int], list[Product]], tuple[int, ...]]]] = {
     "q4s-32": [
-        ("tinygemm", "torch", tinygemm, 256),
-        ("humming", "humming", humming(dtype="int4", group_size=32), 4096),
+        ("tinygemm", "torch", tinygemm, _FEW),
+        ("gemlite", "gemlite", gemlite, (1, 16, 64)),
+        ("humming", "humming", humming(dtype="int4", group_size=32), _ALL),
     ],
-    "nf4": [("bitsandbytes", "bitsandbytes", bitsandbytes, 4096)],
+    "nf4": [("bitsandbytes", "bitsandbytes", bitsandbytes, _ALL)],
     "mxfp4": [
         (
             "humming",
             "humming",
             humming(dtype="float4e2m1", group_size=32, scale_dtype="float8e8m0"),
-            4096,
+            _ALL,
         )
     ],
-    "q8s-row": [("humming", "humming", humming(dtype="int8"), 4096)],
-    "fp8-row": [("humming", "humming", humming(dtype="float8e4m3"), 4096)],
-    "q2s/64:f16": [("humming", "humming", humming(dtype="int2", group_size=64), 4096)],
+    "q8s-row": [("humming", "humming", humming(dtype="int8"), _ALL)],
+    "fp8-row": [("humming", "humming", humming(dtype="float8e4m3"), _ALL)],
+    "q2s/64:f16": [("humming", "humming", humming(dtype="int2", group_size=64), _ALL)],
 }
 
 
 def products(
     scheme: str, n: int, k: int, failures: dict[str, str]
-) -> dict[str, tuple[list[Product], int]]:
-    """Each rival of a scheme: its products, one a copy, and most rows of x worth the time."""
+) -> dict[str, tuple[list[Product], tuple[int, ...]]]:
+    """Each rival of a scheme: its products, one a copy, and the rows of x worth the time."""
     found = {}
-    for name, package, maker, most in RIVALS.get(scheme, ()):
+    for name, package, maker, rows in RIVALS.get(scheme, ()):
         if find_spec(package) is None:
             failures[name] = "not installed"
             continue
         try:
-            found[name] = maker(n, k), most
+            found[name] = maker(n, k), rows
         except FAILURES as error:
             failures[f"{name} {scheme} {n}x{k}"] = words(error)
     return found
