@@ -6,7 +6,8 @@ normal data. Speed-up is over ``F.linear`` in bf16 (cuBLAS), whose graph takes t
 those of other libraries do (a GPU's clock moves by some percent); the floor is the time that the
 weight's bytes take at the read bandwidth measured in the same run.
 
-Where ``humming-kernels``, ``bitsandbytes`` and ``gemlite`` are installed, their kernels are timed beside ours.
+Where ``humming-kernels``, ``bitsandbytes`` and ``gemlite`` are installed, their kernels are timed
+beside ours.
 
     python benchmarks/nvidia.py [--out benchmarks/results/cuda.json] [--quick]
 """
