@@ -61,7 +61,11 @@ def _error(y: Any, a: Any, b: Any, dtype: str, entering: str | None) -> str:
     [
         (("q8s-row", "q8s-row"), "torch.nvrtc.int8"),
         (("fp8-row", "fp8-tensor"), "torch.cublas.fp8"),
-        (("q8s-32", "q8s-row"), "torch.nvrtc.pairs"),
+        (("q8s-32", "q8s-row"), "torch.nvrtc.int8"),
+        (("q8s-row", "q8s/64:f16"), "torch.nvrtc.int8"),
+        (("fp8-row", "e4m3/32:f16"), "torch.nvrtc.fp8"),
+        (("fp8-row", "mxfp8"), "torch.cublas.bf16"),
+        (("q8s-32", "q8s-32"), "torch.nvrtc.pairs"),
         (("q8s/96:f16", "q8s-row"), "torch.triton.int8"),
         (("q8s-row", "q4s-32"), "torch.nvrtc.int8"),
         (("q8s-row", "q4s-row"), "torch.nvrtc.int8"),
@@ -122,7 +126,8 @@ def test_blocks_of_fp8_by_cublas(shape: tuple[int, int, int], dtype: str) -> Non
         (("fp8-row", "fp8-tensor"), "torch.nvrtc.fp8"),
         (("q8s-row", "q4s-row"), "torch.nvrtc.int8"),
         (("q8s-row", "q2s-row"), "torch.nvrtc.pairs"),
-        (("q8s-row", "q8s-32"), "torch.nvrtc.pairs"),
+        (("q8s-row", "q8s-32"), "torch.nvrtc.int8"),
+        (("q8s-32", "q8s-32"), "torch.nvrtc.pairs"),
         (("q8s-32", "q4s/128:f16"), "torch.nvrtc.pairs"),
         (("mxfp8", "mxfp4"), "torch.nvrtc.pairs"),
         (("fp8-row", "q8s-row"), "torch.nvrtc.pairs"),
@@ -199,7 +204,9 @@ MANY = (
     ("fp8-tensor", "fp8-tensor"), ("e4m3/1x128:f32", "fp8-128x128"), ("fp8-128x128", "fp8-row"),
     ("fp8-row", "q4s/128:f16"), ("fp8-row", "q4f/32:f16"), ("fp8-tensor", "mxfp4"),
     ("fp8-row", "e2m1/64:ue8m0"), ("fp8-row", "e2m1/128:ue8m0"),
-    ("e4m3/row:ue4m3/tensor:f32", "e2m1/32:ue4m3/tensor:f32"),
+    ("e4m3/row:ue4m3/tensor:f32", "e2m1/32:ue4m3/tensor:f32"), ("q8s-32", "q8s-row"),
+    ("q8s-row", "q8s-32"), ("fp8-row", "e4m3/32:f16"), ("e4m3/64:f32", "fp8-tensor"),
+    ("q8f/tensor:f32", "q8s/4x32:f16"), ("e4m3/row:f32", "e4m3/64:ue4m3/tensor:f32"),
 )  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 //
 // The left operand has the rows of the tensor cores' tile, the right one its columns; lines of both lie
 // along k. Copies of 128 values of k come by TMA, STAGES deep, with the swizzle that wgmma reads. Where
-// BITS is 8 both operands enter from shared memory: x is the left one. Else the weight is the left one:
-// its codes become int8 or e4m3 in registers, exactly. LW x RW groups of four warps have 64 rows and
+// BITS is 8 both operands enter from shared memory, and x is the left one unless the weight is in
+// blocks of fewer than 128 (TURNED). Else the weight is the left one: its codes become int8 or e4m3 in
+// registers, exactly. LW x RW groups of four warps have 64 rows and
 // 8 NT columns each; one more warp copies. KC blocks of a cluster share k, and add up in order; MC
 // others, of neighbouring rows, get each other's part of the right operand by multicast.
 //
@@ -18,7 +19,7 @@
 constexpr int BM = 64 * LW, BN = 8 * NT * PARTS * RW, STEP = 128;
 constexpr int LEFT_LINE = STEP * BITS / 8, LEFT_TILE = BM * LEFT_LINE, RIGHT_TILE = BN * STEP;
 constexpr int STAGE = LEFT_TILE + RIGHT_TILE, WARPS = 4 * LW * RW, CLUSTER = KC * MC;
-constexpr int TURNED = BITS != 8;  // lines of y lie along the rows of the tile
+// TURNED: the weight is the left operand, and lines of y lie along the rows of the tile.
 constexpr int OUT_PITCH = TURNED ? 48 : 80, OUT_BYTES = (TURNED ? 32 : 16) * OUT_PITCH;
 
 #if INTEGER

@@ -18,6 +18,8 @@ from polyquant.codec import line_size_bytes
 from polyquant.scheme import QuantScheme
 from polyquant.values import ScaleDtype
 
+#: Values of a block that are fewer than a copy's.
+SHORT = (32, 64)
 #: Values of k of a copy, bytes of a line of 8-bit codes in it: what the 128-byte swizzle spans.
 STEP = 128
 #: Bytes through which a warp's rows of the result go, of a tile turned round or not.
@@ -118,31 +120,32 @@ def plan(
     m, k, n = sizes
     kind = kind_of(schemes[1])
     bits, number, mantissa = (kind.bits, kind.number, kind.mantissa) if kind else (8, 0, 0)
-    is_turned, is_int = bits < 8, not schemes[0].value.is_float
     sides = side_of(schemes[0], m, k), side_of(schemes[1], n, k)
+    # A row's scales are at hand, a column's only after all of k.
+    is_turned, is_int = bits < 8 or sides[1].block in SHORT, not schemes[0].value.is_float
     left, right = sides[::-1] if is_turned else sides
     lines, columns = (n, m) if is_turned else (m, n)
-    by_lines = not left.block and not right.block
     closed = min(STEP, left.block or STEP, right.block or STEP)
     if cut is None:
         folds = mantissa == 1 and left.kind == type_number(ScaleDtype.UE8M0)
-        of = {"is_exact": is_int and by_lines, "is_closed_by_steps": closed == STEP or folds}
-        cut = cut_for((lines, columns, k), bits, gpu, **of)
+        at_once = 0 if is_int and not left.block and not right.block else STEP if folds else closed
+        of = (lines, columns, k), bits, gpu
+        cut = cut_for(*of, is_int=is_int, is_turned=is_turned, closed=at_once)
     options = {
         **{"F16": 1, "INTEGER": int(is_int), "PLANES": 1, "BATCHED": 0, "RT": 1, "CHUNK": STEP},
         **{"BITS": bits, "KIND": number, "MANTISSA": mantissa, "OUT": OUT[out], "WIDE": 1},
         **{"BLOCK": 0, "SCALE": 0, "OFFSET": 0, "OFFSET_TYPE": 0, "X_ROWS": 8},
         **{"WN": 4 * cut.lw * cut.rw, "WK": 1, "CODE_PIECE": 16, "SCALE_PIECE": 4},
-        **{"OFFSET_PIECE": 1, "CLOSED": closed},
+        **{"OFFSET_PIECE": 1, "CLOSED": closed, "TURNED": int(is_turned)},
         **{"LEFT_BLOCK": left.block, "LEFT_SCALE": left.kind},
         "WORDS": int(has_words and left.block == 32 and left.scale_line % 4 == 0),
         **{"RIGHT_BLOCK": right.block, "RIGHT_SCALE": right.kind},
         **{name.upper(): each for name, each in cut._asdict().items()},
     }
     flags = tuple(f"{name}={each}" for name, each in options.items())
-    shared = _shared_bytes(cut, bits)
+    shared = _shared_bytes(cut, bits, is_turned=is_turned)
     threads = _GROUP * (cut.lw * cut.rw + 1)
-    before = _wgmma(8 * cut.nt, is_int=is_int, in_registers=is_turned or cut.parts > 1)
+    before = _wgmma(8 * cut.nt, is_int=is_int, in_registers=bits < 8 or cut.parts > 1)
     code = Code(("codes.cuh", "wide.cu"), flags, before)
     tiles_m = math.ceil(lines / (cut.rows * cut.mc)) * cut.mc
     tiles_n = math.ceil(columns / cut.columns)
@@ -160,40 +163,51 @@ def plan(
     return Plan(code, threads, shared, grid, bits, is_turned, boxes, numbers)
 
 
-def _shared_bytes(cut: Cut, bits: int) -> int:
+def _shared_bytes(cut: Cut, bits: int, *, is_turned: bool) -> int:
     """Shared memory of a block of threads: see the constants of wide.cu."""
     stages = cut.stages * (cut.rows * STEP * bits // 8 + cut.columns * STEP)
     if cut.kc == 1:
-        return 1024 + stages + 4 * cut.lw * cut.rw * _OUT_BYTES[bits < 8]
+        return 1024 + stages + 4 * cut.lw * cut.rw * _OUT_BYTES[is_turned]
     rows, columns = cut.rows, cut.columns
-    return 1024 + max(stages, 4 * (columns * (rows + 4) if bits < 8 else rows * (columns + 8)))
+    return 1024 + max(stages, 4 * (columns * (rows + 4) if is_turned else rows * (columns + 8)))
 
 
 def cut_for(
-    sizes: tuple[int, int, int], bits: int, gpu: Gpu, *, is_exact: bool, is_closed_by_steps: bool
+    sizes: tuple[int, int, int],
+    bits: int,
+    gpu: Gpu,
+    *,
+    is_int: bool,
+    is_turned: bool,
+    closed: int,
 ) -> Cut:
     """How a product is cut: near the quickest of those measured (8192 x 8192, H200).
 
-    ``sizes``: lines of the left and of the right operand, k. ``is_exact``: sums stay in the tensor
-    cores over all of k, so that registers hold twice as many of them. ``is_closed_by_steps``: else
-    they are added up in float32 once for each copy.
+    ``sizes``: lines of the left and of the right operand, k. ``closed``: after so many values of k
+    sums are added up in float32, by instructions. 0: they stay in the tensor cores over all of k,
+    so that registers hold twice as many of them.
     """
     lines, columns, k = sizes
-    lw, parts = 2, 1
-    if bits < 8 and columns > 128 and (is_exact or is_closed_by_steps):
-        nt, parts = (32, 1) if is_exact else (8, 4)
-    elif bits < 8:
+    lw, rw, parts = 2, 1, 1
+    is_short = 0 < closed < STEP
+    is_large = 4 * math.ceil(lines / 128) * math.ceil(columns / 256) >= 3 * gpu.processors
+    if not is_short and (columns > 128 if is_turned else lines > 128 and is_large):
+        nt, parts = (8, 4) if closed else (32, 1)
+    elif is_turned:
         nt = next(nt for nt in (2, 4, 8, 16) if 8 * nt >= min(columns, 128))
     elif lines <= 128:
         lw, nt = math.ceil(lines / 64), 16 if lines <= 16 else 8
-    elif 4 * math.ceil(lines / 128) * math.ceil(columns / 256) >= 3 * gpu.processors:
-        nt, parts = (32, 1) if is_exact else (8, 4)
     else:
         nt = 16
-    tiles = math.ceil(lines / (64 * lw)) * math.ceil(columns / (8 * nt * parts))
+    if is_short and bits == 8 and nt == 16:
+        if is_int:  # registers hold no more of integers and of floats
+            nt, rw = 8, 2
+        elif is_large:
+            lw = 3
+    tiles = math.ceil(lines / (64 * lw)) * math.ceil(columns / (8 * nt * parts * rw))
     most = min(gpu.processors // tiles, k // (8 * STEP))  # blocks of threads that share k
-    cut = Cut(lw, 1, nt, 4 if most >= 4 else max(1, most // 2 * 2), 1, _MOST_STAGES, 1, parts)
-    while _shared_bytes(cut, bits) > gpu.shared_bytes - _BARRIERS_BYTES:
+    cut = Cut(lw, rw, nt, 4 if most >= 4 else max(1, most // 2 * 2), 1, _MOST_STAGES, 1, parts)
+    while _shared_bytes(cut, bits, is_turned=is_turned) > gpu.shared_bytes - _BARRIERS_BYTES:
         cut = cut._replace(stages=cut.stages - 1)
     return cut
 

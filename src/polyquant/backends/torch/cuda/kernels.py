@@ -158,8 +158,7 @@ def _why_not_wide_fp8(problem: Problem) -> str | None:
 
 def _why_not_fp8(problem: Problem) -> str | None:
     reason = pairing.why_not_fp8(problem) or _lacks_fp8()
-    sides = [side for side in (problem.a, problem.b) if isinstance(side, QuantScheme)]
-    if reason is None and pairing.in_fp8_blocks(*sides):
+    if reason is None and pairing.in_fp8_blocks(problem.a, problem.b):
         return _lacks_fp8_blocks()
     return reason
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from polyquant.backends.nvidia.schemes import why_not_codes
+from polyquant.backends.nvidia.wide import SHORT, STEP
 from polyquant.kernel import Problem
 from polyquant.scheme import QuantScheme
 from polyquant.values import QuantMode, QuantStore, QuantValue, ScaleDtype
@@ -21,6 +24,7 @@ _MOST_K = 1 << 16
 _LEAST_BLOCK = 128
 #: Rows up to which other kernels are quicker than cuBLAS: of codes under one scale, and else.
 _FEW_WHOLE, _FEW_FP8 = 64, 128
+_QUICKER_IN_BF16 = f"blocks of fewer than {_LEAST_BLOCK} under powers of two are quicker in bf16"
 #: Blocks of x and of the weight that cuBLAS scales, and what k must be whole times of for it.
 _FP8_BLOCKS, _FP8_BLOCKS_K = ((1, 128), (128, 128)), 512
 #: Rows above which other kernels are quicker than pairs.cu: wide.cu, or blockwise.py for codes of
@@ -37,10 +41,11 @@ def by_powers(scheme: QuantScheme) -> bool:
 
 def why_not_fp8(problem: Problem) -> str | None:
     """Why cuBLAS cannot multiply e4m3 codes as they are, or is slower; None where neither."""
+    schemes = [each for each in (problem.a, problem.b) if isinstance(each, QuantScheme)]
+    if [scheme.value for scheme in schemes] != 2 * [QuantValue.E4M3]:
+        return "both operands must hold e4m3"
     in_lines = False
-    for scheme in (problem.a, problem.b):
-        if not isinstance(scheme, QuantScheme) or scheme.value is not QuantValue.E4M3:
-            return "both operands must hold e4m3"
+    for scheme in schemes:
         if scheme.mode is not QuantMode.SYMMETRIC or isinstance(scheme.scale, QuantScheme):
             return f"it does not take the scales out of the sums of {scheme}"
         if scheme.scale is ScaleDtype.UE8M0:
@@ -48,28 +53,27 @@ def why_not_fp8(problem: Problem) -> str | None:
         in_lines |= scheme.block is not None
     if problem.layout != _BY_K:
         return _NOT_BY_K
-    if reason := _why_not_fp8_blocks(problem):
+    if reason := _why_not_fp8_blocks(schemes, problem.step):
         return reason
     few = _FEW_FP8 if in_lines else _FEW_WHOLE
     return f"up to {few} rows other kernels are quicker" if problem.m <= few else None
 
 
-def in_fp8_blocks(left: QuantScheme, right: QuantScheme) -> bool:
-    """Whether scales are of the blocks that cuBLAS knows."""
+def in_fp8_blocks(left: object, right: object) -> bool:
+    """Whether both are quantized, in the blocks that cuBLAS knows."""
+    if not isinstance(left, QuantScheme) or not isinstance(right, QuantScheme):
+        return False
     return (_block_of(left), _block_of(right)) == _FP8_BLOCKS
 
 
-def _why_not_fp8_blocks(problem: Problem) -> str | None:
-    left, right = problem.a, problem.b
-    if not isinstance(left, QuantScheme) or not isinstance(right, QuantScheme):
-        return "both operands must hold e4m3"
-    if not in_fp8_blocks(left, right):
-        if all(scheme.block in (None, (-1,)) for scheme in (left, right)):
+def _why_not_fp8_blocks(schemes: Sequence[QuantScheme], step: int) -> str | None:
+    if not in_fp8_blocks(*schemes):
+        if all(scheme.block in (None, (-1,)) for scheme in schemes):
             return None
         return "scales must be of whole lines along k or tensors, or of 1 x 128 by 128 x 128"
-    if any(each.scale is not ScaleDtype.F32 or each.tensor_scale for each in (left, right)):
+    if any(each.scale is not ScaleDtype.F32 or each.tensor_scale for each in schemes):
         return "blocks must have one scale each, in float32"
-    if problem.step % _FP8_BLOCKS_K or not problem.step:
+    if step % _FP8_BLOCKS_K or not step:
         return f"in blocks k must be whole {_FP8_BLOCKS_K}"
     return None
 
@@ -105,7 +109,7 @@ def why_not_blockwise(problem: Problem, values: tuple[QuantValue, ...]) -> str |
         if block is not None and (len(block) > 2 or (block[-1] != -1 and block[-1] % 32)):
             return "its blocks must be of whole 32 values along the axis that is summed"
         if _in_short_blocks(scheme) and why_not_bf16(problem) is None:
-            return f"blocks of fewer than {_LEAST_BLOCK} under powers of two are quicker in bf16"
+            return _QUICKER_IN_BF16
     if values == AS_INT8 and problem.k > _MOST_K:
         return f"sums of more than {_MOST_K} products may not fit int32"
     return None
@@ -124,6 +128,9 @@ def why_not_wide(problem: Problem, *, is_int: bool) -> str | None:
         return f"it multiplies {' or '.join(first)} by one of {', '.join(second)}"
     if reason := _why_not_plain(left, right) or _why_not_wide_blocks(left, right):
         return reason
+    is_short = right.bits == 8 and any(map(_in_short_blocks, (left, right)))
+    if is_short and why_not_bf16(problem) is None:
+        return _QUICKER_IN_BF16
     if problem.step and problem.step * right.bits % 128:
         return "lines of codes must be whole 16 bytes"
     if right.bits < 8 and right.store is QuantStore.NATIVE:
@@ -147,17 +154,19 @@ def _why_not_wide_blocks(left: QuantScheme, right: QuantScheme) -> str | None:
     """Which scales ``wide.cu`` does not find: a row's are in registers, a column's are at hand
     after all of k, or one for all columns of a tile before."""
     extent, (height, right_extent) = _block_of(left)[1], _block_of(right)
-    if right.bits < 8:
-        if extent != -1:
-            return "beside codes of 4 bits x must have a scale a line, or one"
-        if right_extent != -1 and right_extent % 128 and right_extent not in (32, 64):
-            return "its blocks must be of 32, 64 or whole 128 values along k"
+    if _are_long(extent, right_extent) and right.bits == 8:
+        if right_extent != -1 and height != -1 and height % 128:
+            return "a weight of 8 bits in blocks must have one of whole 128 lines"
         return None
-    if any(each != -1 and each % 128 for each in (extent, right_extent)):
-        return "blocks of 8-bit codes must be of whole 128 values along k"
-    if right_extent != -1 and height != -1 and height % 128:
-        return "a weight of 8 bits in blocks must have one of whole 128 lines"
-    return None
+    if not all(_are_long(each) or each in SHORT for each in (extent, right_extent)):
+        return "its blocks must be of 32, 64 or whole 128 values along k"
+    if right.bits == 8 and right_extent == -1:
+        return None
+    return None if extent == -1 else "beside such a weight x must have a scale a line, or one"
+
+
+def _are_long(*extents: int) -> bool:
+    return all(extent == -1 or extent % STEP == 0 for extent in extents)
 
 
 def _block_of(scheme: QuantScheme) -> tuple[int, int]:
@@ -197,7 +206,7 @@ def why_not_pairs(problem: Problem, *, has_wgmma: bool = True) -> str | None:
         few = (
             _MOST_CLOSED if in_blocks and right.value.is_float and right.bits == 8 else _MOST_BYTES
         )
-        most = few if is_long or not is_int else _MOST_SHORT
+        most = few if is_long or not (is_int or right.bits == 8) else _MOST_SHORT
     if problem.m > most:
         return f"it is for up to {most} rows by codes of {right.bits} bits in such blocks"
     return why_not_codes(right, problem.step)
