@@ -15,7 +15,7 @@ typedef unsigned long long u64;
 #define __global__
 #define __shared__
 #define __forceinline__ inline
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #define HAS_FP8 0
 struct float2 { float x, y; };
 struct uint2 { u32 x, y; };
@@ -34,6 +34,8 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __saturatef(float x) { return x > 0 ? x < 1 ? x : 1 : 0; }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fmaf_ru(float a, float b, float c) {  // a * b and its distance from the sum are exact here
   const float near = a * b + c;

@@ -8,7 +8,7 @@
 // CODES (whether they are wanted), CALIBRATES, SATURATES, GROUP (lanes a block, a power of two; 0: a
 // block of threads; without CALIBRATES nothing), ACROSS (of those the lanes of a line; 0: a block is
 // in one line), RUNS (of a lane), THREADS, WHOLE (every run is whole and aligned), COPIES and DENSE
-// (of a table), BOUNDED (no number is far beyond its ends), POWERS (divisors are powers of two).
+// (of a table), BOUNDED (no number is far beyond its ends), POWERS (divisors are powers of two), TWO_LEVELS.
 
 enum { INTEGER = 0, MINIFLOAT = 1, LOOKUP = 2 };
 enum { F32_T = 0, F16_T = 1, BF16_T = 2, UE8M0_T = 3, UE4M3_T = 4, U8_T = 5 };
@@ -30,6 +30,13 @@ struct Inner {
   u32 stride;  // bytes of a line of codes
 };
 
+// Quotients of numbers below 2^31: a product with 2^shift / divisor, rounded up.
+struct Divider {
+  u32 by, factor, shift;
+
+  __device__ __forceinline__ u32 operator()(u32 x) const { return (u64)x * factor >> shift; }
+};
+
 struct Operands {
   const u8* x;
   u8* codes;
@@ -40,7 +47,8 @@ struct Operands {
   u32* work;            // of `largest`: the largest yet, and how many blocks of threads are done
   u32* seen;            // null, or what is set to 1 by NaN or infinity, and by the smallest scale
   float range;          // what a block's range is divided by
-  float by, most;       // intervals are 1 / by wide, from -most to most
+  float by;             // intervals are 1 / by wide
+  float inverse, span, bottom;  // all of them are 1 / inverse wide; one less than there are; the first
   float scale_max;      // of two levels, where the upper one is wanted: the largest scale
   u32 intervals, origin;  // bytes from the first to the one of the number 0, less ROUNDER's bits of them
   u32 blocks, count, group;  // of all, of a line; runs of a block
@@ -48,8 +56,9 @@ struct Operands {
   u32 shift;                 // group as a power of two, if it is one; else 32
   u32 h1, h2, e0, e1, e2, c1, c2;  // of the grid: leading axes, extents of blocks, and blocks
   long long length, extent, stride;  // of a line and a block, values; of a line, bytes of codes
+  Divider lines, rows;               // by count and c2
   Inner inner[2];                    // scales, offsets
-  u32 unit, extents, inner_count;    // of inner.cu: scales of a block of threads, of a block, blocks of a line
+  u32 unit, extents, inner_count;    // inner.cu: scales of a block of threads, of a block; a line's blocks
 };
 
 __device__ __forceinline__ float flush(float x) { return times(x, 1.0f); }
@@ -217,19 +226,30 @@ struct Factors {
   float before, reciprocal, offset;
 };
 
+// Of two levels the tensor's scale, and 1 over what a range is divided by in all, nearly, or 0.
+struct Upper {
+  float scale, inverse;
+
+  __device__ __forceinline__ Upper(const Operands& p) {
+    scale = TWO_LEVELS ? *p.tensor_scale : 1.0f;
+    const bool is_usual = SCALE == UE4M3_T && scale >= 0x1p-90f && scale <= 0x1p90f;
+    inverse = is_usual ? __fdividef(1.0f, scale * p.range) : 0.0f;
+  }
+};
+
 template <int TYPE = SCALE>
-__device__ __forceinline__ float divisor(const float* tensor_scale, u32 bits) {
+__device__ __forceinline__ float divisor(const Upper& upper, u32 bits) {
   const float scale = number<TYPE>(bits);
-  return tensor_scale ? flush(__fmul_rn(scale, *tensor_scale)) : scale;
+  return TWO_LEVELS ? flush(__fmul_rn(scale, upper.scale)) : scale;
 }
 
 template <int TYPE = SCALE>
-__device__ __forceinline__ Factors factors(const float* tensor_scale, u32 bits, float offset) {
+__device__ __forceinline__ Factors factors(const Upper& upper, u32 bits, float offset) {
   if (POWERS && TYPE == UE8M0_T && bits - 1 < 253)
     return {1.0f, __uint_as_float((254 - bits) << 23), offset};
   Factors f = {TYPE == UE8M0_T && bits == 0 ? 2.0f : 1.0f, 0.0f, offset};
-  float scale = divisor<TYPE>(tensor_scale, bits);
-  if (TYPE == F32_T || TYPE == BF16_T || TYPE == UE8M0_T || tensor_scale) {
+  float scale = divisor<TYPE>(upper, bits);
+  if (TYPE == F32_T || TYPE == BF16_T || TYPE == UE8M0_T || TWO_LEVELS) {
     const float down = fabsf(scale) > BIG ? DOWN : 1.0f;
     scale *= down, f.before *= down;
   }
@@ -238,42 +258,58 @@ __device__ __forceinline__ Factors factors(const float* tensor_scale, u32 bits, 
 }
 
 // The bits of a range's scale. A quotient is above a power of two if it is that before it is rounded,
-// so of powers above the smallest normal number the difference of the bits says which.
-__device__ __forceinline__ u32 stored_scale(const Operands& p, const Range& range) {
+// so of powers above the smallest normal number the difference of the bits says which. Of two levels
+// e4m3 has but four significant bits, which are known unless a number of the type is close.
+__device__ __forceinline__ u32 stored_scale(const Operands& p, const Upper& upper, const Range& range) {
   const float low = flush(range.low), high = flush(range.high);
   const float width = OFFSET == NO_OFFSET ? high : fminf(fmaxf(__fsub_rn(high, low), 0.0f), MAX);
   const int above = __float_as_uint(width) - __float_as_uint(p.range) + (126 << 23);
   if (POWERS && above > 0) return min((u32)above + 0xFFFFFF >> 23, 254u);
+  if constexpr (TWO_LEVELS && SCALE == UE4M3_T) {
+    const u32 nearly = __float_as_uint(width * upper.inverse), above_least = nearly - 0x3C800000;
+    if (above_least < 0x43E00000 - 0x3C800000 - 64 && (nearly + 32 & 0xFFFFF) >= 64)
+      return (nearly >> 20) + 1 - (120 << 3);
+  }
   float ideal = __fdiv_rn(width, p.range);
-  if (p.tensor_scale) ideal = __fdiv_rn(flush(ideal), *p.tensor_scale);
+  if (TWO_LEVELS) ideal = __fdiv_rn(flush(ideal), upper.scale);
   return rounded_up<SCALE>(flush(ideal));
 }
 
 // The bits of the offset of a range whose scale is known.
-__device__ __forceinline__ u32 stored_offset(const Operands& p, const Range& range, u32 scale_bits) {
+__device__ __forceinline__ u32 stored_offset(const Upper& upper, const Range& range, u32 scale_bits) {
   float offset = flush(range.low);
   if constexpr (OFFSET != BIAS) {
-    const float scale = divisor(p.tensor_scale, scale_bits);
+    const float scale = divisor(upper, scale_bits);
     const float zero = __fdiv_rn(-offset, scale == 0 ? 1.0f : scale);
     offset = scale == 0 ? 0.0f : flush(SCALE == UE8M0_T && scale_bits == 0 ? zero * 2 : zero);
   }
   return nearest(offset);
 }
 
+// What a thread has seen of ranges and scales.
+struct Seen {
+  bool is_bad = false, has_smallest = false;
+
+  __device__ __forceinline__ void tell(const Operands& p) const {
+    if (p.seen && is_bad) p.seen[0] = 1;
+    if (p.seen && has_smallest) p.seen[1] = 1;
+  }
+};
+
 // The scale and offset of a range, stored by the lane that leads.
-__device__ __forceinline__ Factors calibrated(const Operands& p, const Range& range, u32 block, bool leads) {
-  if (p.seen && leads && !range.is_finite()) p.seen[0] = 1;
-  const u32 bits = stored_scale(p, range);
+__device__ __forceinline__ Factors calibrated(const Operands& p, const Upper& upper, const Range& range,
+                                              u32 block, bool leads, Seen& seen) {
+  seen.is_bad |= !range.is_finite();
+  const u32 bits = stored_scale(p, upper, range);
   if (leads) store_bits<SCALE>(p.scales, block, bits);
-  if constexpr (SCALE == F16_T || SCALE == UE4M3_T)
-    if (p.seen && leads && bits == 1) p.seen[1] = 1;
+  if constexpr (SCALE == F16_T || SCALE == UE4M3_T) seen.has_smallest |= bits == 1;
   float offset = 0;
   if constexpr (OFFSET != NO_OFFSET) {
-    const u32 stored = stored_offset(p, range, bits);
+    const u32 stored = stored_offset(upper, range, bits);
     if (leads) store_bits<OFFSET_TYPE>(p.offsets, block, stored);
     offset = number<OFFSET_TYPE>(stored);
   }
-  return factors(p.tensor_scale, bits, offset);
+  return factors(upper, bits, offset);
 }
 
 // The line of the grid that a line belongs to.
@@ -284,13 +320,17 @@ __device__ __forceinline__ u32 grid_line(const Operands& p, u32 line) {
 }
 
 // The stored scale and offset of a block.
-__device__ __forceinline__ Factors given(const Operands& p, u32 at) {
+__device__ __forceinline__ Factors given(const Operands& p, const Upper& upper, u32 at) {
   float offset = 0;
   if constexpr (OFFSET != NO_OFFSET) offset = number<OFFSET_TYPE>(stored_bits<OFFSET_TYPE>(p.offsets, at));
-  return factors(p.tensor_scale, stored_bits<SCALE>(p.scales, at), offset);
+  return factors(upper, stored_bits<SCALE>(p.scales, at), offset);
 }
 
 // -- codes ---------------------------------------------------------------------------------------
+
+// Whether no number is so far beyond the largest code that it is rounded to another, as scales are
+// rounded up and do not saturate. (Powers of two: but for the smallest, which stands for less too.)
+constexpr bool INSIDE = CALIBRATES && !SATURATES;
 
 // A minifloat's code in the highest bits. Added to its own power of two times a step, a number is
 // rounded to whole steps; these and the power's exponent, side by side, add up to the code. (The
@@ -300,7 +340,7 @@ __device__ __forceinline__ u32 minifloat(float t) {
   constexpr float LEAST = 1.0f / (1 << (BIAS_ - 1));
   constexpr u32 BY = (1u << (32 - BITS)) + (1u << (9 - BITS + M));
   constexpr u32 MORE = (u32)(BIAS_ - 1 - 150 + M) << M << (32 - BITS);
-  const float size = fminf(fabsf(t), TOP);
+  const float size = INSIDE && TWO_LEVELS ? fabsf(t) : fminf(fabsf(t), TOP);
   const float power = __uint_as_float(__float_as_uint(fmaxf(size, LEAST)) & 0x7F800000);
   const u32 up = __float_as_uint(fmaf(power, (float)(1 << (23 - M)), size)) * BY + MORE;
   return (__float_as_uint(t) & 0x80000000u) | up;
@@ -316,7 +356,8 @@ __device__ __forceinline__ void minifloats(u32 x, float reciprocal, u32* tops) {
   constexpr int LEAST = 2 - (1 << (EXPONENTS - 1)), MOVED = -((LEAST + 134 - M) & ((2 << EXPONENTS) - 1));
   constexpr u32 BY = (1u << (16 - WIDE)) + (1u << (9 - WIDE + M));
   const u32 r = __float_as_uint(reciprocal) + (MOVED << 23), top = __float_as_uint(TOP) + (MOVED << 23);
-  const u32 t = fused2(x, twice(r), 0x80008000u), size = smaller2(absolute2(t), twice(top));
+  const u32 t = fused2(x, twice(r), 0x80008000u), all = absolute2(t);
+  const u32 size = INSIDE ? all : smaller2(all, twice(top));
   const u32 power = larger2(size, twice((u32)(LEAST + MOVED + 127) << 23)) & 0x7F807F80u;
   const u32 up = fused2(power, twice((u32)(127 + 7 - M) << 23), size);
   tops[0] = (t << 16 & 0x80000000u) | (up << 16) * BY;
@@ -335,8 +376,9 @@ __device__ __forceinline__ u32 entry(const Operands& p, u32 steps, float t) {
       if (shared[low + half - 1].x < t) low += half;
     return __float_as_uint(shared[low].y);
   }
-  const float limited = BOUNDED ? t : fminf(fmaxf(t, -p.most), p.most);
-  const float2 step = shared_pair(__float_as_uint(fmaf(limited, p.by, ROUNDER)) * (8 * COPIES) + steps);
+  const float place = BOUNDED ? fmaf(t, p.by, ROUNDER)
+                              : fmaf(__saturatef(fmaf(t, p.inverse, 0.5f)), p.span, p.bottom);
+  const float2 step = shared_pair(__float_as_uint(place) * (8 * COPIES) + steps);
   u32 code = __float_as_uint(step.y);
   if (step.x < t) code >>= 8;
   return code;
@@ -377,13 +419,22 @@ __device__ __forceinline__ u32 packed(const Operands& p, u32 steps, const float*
 
 __device__ __forceinline__ void put(const Operands& p, const Run& run, const Values& x, const Factors& f,
                                     u32 steps) {
+  // (A table may have an edge right above zero, so that what is taken for zero must be that before.)
+  constexpr bool ONE_PRODUCT = KIND != LOOKUP;
   float t[RUN];
 #pragma unroll
   for (int i = 0; i < RUN; i++) {
-    float one = x[i];
-    if constexpr (SATURATES) one = one == one ? fminf(fmaxf(one, -MAX), MAX) : 0.0f;
-    if constexpr (OFFSET == BIAS) one = plus(one, -f.offset);
-    t[i] = __fmul_rn(times(one, f.before), f.reciprocal);
+    t[i] = x[i];
+    if constexpr (SATURATES) t[i] = t[i] == t[i] ? fminf(fmaxf(t[i], -MAX), MAX) : 0.0f;
+    if constexpr (OFFSET == BIAS) t[i] = plus(t[i], -f.offset);
+  }
+  if (f.before != 1.0f) {
+#pragma unroll
+    for (int i = 0; i < RUN; i++) t[i] = times(t[i], f.before);
+  }
+#pragma unroll
+  for (int i = 0; i < RUN; i++) {
+    t[i] = ONE_PRODUCT ? times(t[i], f.reciprocal) : __fmul_rn(flush(t[i]), f.reciprocal);
     if (!WHOLE && i >= run.values) t[i] = 0;
   }
   u32 tops[RUN];  // minifloats, each in the highest bits
@@ -455,21 +506,27 @@ struct Place {
       return {Run(p, line, place, j, p.group, place <= last && j < p.group), block, false};
     }
     const u32 i = (here * RUNS + r) * THREADS + threadIdx.x, group = max(GROUP, 1);
+    const u32 runs = WHOLE && GROUP && !ACROSS ? GROUP : p.group;  // of a block
     const u32 j = GROUP ? i % group : r * THREADS + threadIdx.x, block = GROUP ? i / group : here;
     if constexpr (ACROSS != 0) {
-      const u32 row = block / p.count, first = row % p.c2 * p.e2, down = j / ACROSS, along = j % ACROSS;
+      const u32 row = p.lines(block), height = p.rows(row), first = (row - height * p.c2) * p.e2;
+      const u32 down = j / ACROSS, along = j % ACROSS, line = height * p.h2 + first + down;
       const bool inside = block < p.blocks && along < p.group && down < min(p.e2, p.h2 - first);
-      const u32 line = row / p.c2 * p.h2 + first + down;
-      return {Run(p, line, block % p.count, along, p.group, inside), block, inside && j == 0};
+      return {Run(p, line, block - row * p.count, along, p.group, inside), block, inside && j == 0};
     }
-    const bool inside = block < p.blocks && j < p.group;
+    const bool inside = block < p.blocks && j < runs;
     const u32 line = WHOLE ? 0 : block / p.count, place = WHOLE ? block : block % p.count;
-    return {Run(p, line, place, j, p.group, inside), block, inside && j == 0};
+    return {Run(p, line, place, j, runs, inside), block, inside && j == 0};
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) encode(const Operands p) {
+constexpr int RESIDENT = 1152;  // threads of a multiprocessor at the least, so 56 registers at the most
+
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS < RESIDENT ? RESIDENT / THREADS : 1)
+    encode(const Operands p) {
   constexpr bool TOGETHER = CALIBRATES && GROUP == 0;
+  const Upper upper(p);
+  Seen seen;
   Values x[RUNS];
 #pragma unroll
   for (int r = 0; r < RUNS; r++) x[r].load(p, Place::of(p, r).run);
@@ -492,22 +549,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(const Operands p) {
     __syncthreads();
 #pragma unroll
     for (int w = 0; w < THREADS / 32; w++) range.join(ranges[w].x, ranges[w].y);
-    f = calibrated(p, range, Place::of(p, 0).block, threadIdx.x == 0);
+    f = calibrated(p, upper, range, Place::of(p, 0).block, threadIdx.x == 0, seen);
   }
 #pragma unroll
   for (int r = 0; r < RUNS; r++) {
     const Place place = Place::of(p, r);
     if constexpr (!CALIBRATES) {
-      if (p.seen && !range_of(x[r], place.run.values).is_finite()) p.seen[0] = 1;
-      f = given(p, place.block);
+      if (p.seen) seen.is_bad |= !range_of(x[r], place.run.values).is_finite();
+      f = given(p, upper, place.block);
     }
     if constexpr (CALIBRATES && !TOGETHER) {
       Range range = range_of(x[r], place.run.values);
       range.exchange(GROUP);
-      f = calibrated(p, range, place.block, place.leads);
+      f = calibrated(p, upper, range, place.block, place.leads, seen);
     }
     if constexpr (CODES) put(p, place.run, x[r], f, steps);
   }
+  seen.tell(p);
 }
 
 // The scales and offsets of blocks of e2 lines, of h2 that follow each other: a lane takes its run of
@@ -530,7 +588,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) calibrate(const Operands p
     }
   }
   range.exchange(GROUP);
-  calibrated(p, range, row * p.count + place, place < p.count && j == 0);
+  Seen seen;
+  calibrated(p, Upper(p), range, row * p.count + place, place < p.count && j == 0, seen);
+  seen.tell(p);
 }
 
 // The scale of the whole tensor: the largest magnitude of all, as the bits of a float32 (which are in
@@ -553,11 +613,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) largest(const Operands p) 
   if (threadIdx.x != 0 || atomicAdd(p.work + 1, 1) != gridDim.x - 1) return;
   __threadfence();
   range.high = __uint_as_float(atomicMax(p.work, 0));
-  if (p.scale_max == 0) {
-    calibrated(p, range, 0, true);
+  Seen seen;
+  if (!TWO_LEVELS) {
+    calibrated(p, Upper(p), range, 0, true, seen);
   } else {
-    if (p.seen && !range.is_finite()) p.seen[0] = 1;
+    seen.is_bad = !range.is_finite();
     const float ideal = flush(__fdiv_rn(flush(range.high), p.range));
     *(float*)p.scales = fminf(fmaxf(__fdiv_rn(ideal, p.scale_max), TINY), MAX);
   }
+  seen.tell(p);
 }

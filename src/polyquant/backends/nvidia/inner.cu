@@ -6,9 +6,10 @@
 // ..._BITS, ..._WIDTH (bits that a code takes), ..._TYPE (of their scales), and INNER_GROUP (scales of
 // a block, a power of two).
 
-constexpr int WARPS = THREADS / 32;
-__shared__ float found[2][THREADS], stored[2][THREADS];  // scales and offsets of the unit
-__shared__ float highest[2][WARPS];                          // the largest of warps
+constexpr int WARPS = THREADS / 32, MORE_RESIDENT = 1280;
+__shared__ float2 ends[THREADS];                     // of the unit's blocks
+__shared__ float highest[2][WARPS];                  // of warps
+__shared__ Factors ready[THREADS];
 __shared__ u8 fields[2][THREADS];
 __shared__ float entries[256];
 
@@ -22,11 +23,11 @@ __device__ __forceinline__ u32 halved(const float2* steps, float t) {
   return __float_as_uint(steps[low].y);
 }
 
-// Quantizes the unit's numbers, one of each thread, from `found` to `fields` and `stored`.
+// Quantizes the unit's numbers, one of each thread, to `fields`; what it is when it is read again.
 template <int I, int KIND_, int BITS_, int TYPE>
-__device__ __forceinline__ void quantized(const Inner& q, u32 count, u32 first, const float2* steps) {
+__device__ __forceinline__ float quantized(const Inner& q, const Upper& upper, float own, u32 count, u32 first,
+                                           const float2* steps) {
   const u32 i = threadIdx.x;
-  const float own = i < count ? found[I][i] : 0.0f;
   float high = fabsf(own);
 #pragma unroll
   for (int apart = min(INNER_GROUP, 32) / 2; apart; apart /= 2)
@@ -38,9 +39,11 @@ __device__ __forceinline__ void quantized(const Inner& q, u32 count, u32 first, 
 #pragma unroll
     for (int w = 0; w < INNER_GROUP / 32; w++) high = larger(high, highest[I][min(warp + w, (u32)WARPS - 1)]);
   }
+  fields[I][i] = 0;
+  if (i >= count) return 0;
   const u32 bits = rounded_up<TYPE>(flush(__fdiv_rn(flush(high), q.range)));
-  if (i < count && i % INNER_GROUP == 0) store_bits<TYPE>(q.scales, first + i / INNER_GROUP, bits);
-  const Factors f = factors<TYPE>(nullptr, bits, 0);
+  if (i % INNER_GROUP == 0) store_bits<TYPE>(q.scales, first + i / INNER_GROUP, bits);
+  const Factors f = factors<TYPE>(upper, bits, 0);
   const float t = __fmul_rn(times(own, f.before), f.reciprocal);
   float value;
   u32 code;
@@ -50,28 +53,31 @@ __device__ __forceinline__ void quantized(const Inner& q, u32 count, u32 first, 
     const float whole = __fadd_rn(fminf(fmaxf(t, q.low), q.high), ROUNDER);
     code = __float_as_uint(whole), value = __fsub_rn(whole, ROUNDER);
   }
-  fields[I][i] = i < count ? code & ((1 << BITS_) - 1) : 0;
-  stored[I][i] = flush(__fmul_rn(value, number<TYPE>(bits)));
+  fields[I][i] = code & ((1 << BITS_) - 1);
+  return flush(__fmul_rn(value, number<TYPE>(bits)));
 }
 
-// Puts out the unit's fields, which begin at a whole byte of a line, and a line's padding.
+// Puts out the unit's fields, which begin at a whole byte of a line, and a line's padding: eight of a
+// thread, which are whole bytes.
 template <int I, int WIDTH_>
 __device__ __forceinline__ void put_fields(const Inner& q, u32 line, u32 place, u32 count, bool is_last) {
   const u32 from = place * WIDTH_ / 8, bytes = is_last ? q.stride - from : count * WIDTH_ / 8;
-  for (u32 b = threadIdx.x; b < bytes; b += THREADS) {
-    u32 byte = 0;
+  u8* to = q.codes + (long long)line * q.stride + from;
+  for (u32 first = threadIdx.x; first * WIDTH_ < bytes; first += THREADS) {
+    u64 word = 0;
 #pragma unroll
-    for (int j = 0; j < (WIDTH_ == 8 ? 1 : 8 / WIDTH_ + 2); j++) {
-      const u32 i = 8 * b / WIDTH_ + j;
-      const int shift = (int)(i * WIDTH_) - (int)(8 * b);
-      if (i < count && shift < 8) byte |= shift < 0 ? fields[I][i] >> -shift : fields[I][i] << shift;
-    }
-    q.codes[(long long)line * q.stride + from + b] = byte;
+    for (int j = 0; j < 8; j++)
+      if (first * 8 + j < count) word |= (u64)fields[I][first * 8 + j] << j * WIDTH_;
+#pragma unroll
+    for (int b = 0; b < WIDTH_; b++)
+      if (first * WIDTH_ + b < bytes) to[first * WIDTH_ + b] = word >> 8 * b;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) encode_inner(const Operands p) {
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS < MORE_RESIDENT ? MORE_RESIDENT / THREADS : 1)
+    encode_inner(const Operands p) {
   constexpr bool OFFSETS = INNER_OFFSET_KIND >= 0;
+  const Upper upper(p);  // there is none
   const u32 line = blockIdx.x / p.tiles, place = blockIdx.x % p.tiles * p.unit;
   const u32 count = min(p.unit, p.count - place);
   Values x[RUNS];
@@ -95,29 +101,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode_inner(const Operand
     const u32 i = r * THREADS + threadIdx.x;
     Range range = range_of(x[r], i / GROUP < count ? RUN : 0);
     range.exchange(GROUP);
-    if (i % GROUP == 0 && i / GROUP < count) {
-      if (p.seen && !range.is_finite()) p.seen[0] = 1;
-      const u32 bits = stored_scale(p, range);
-      found[0][i / GROUP] = number<F32_T>(bits);
-      if constexpr (OFFSET != NO_OFFSET) {
-        const u32 offset = stored_offset(p, range, bits);
-        if (!OFFSETS) store_bits<OFFSET_TYPE>(p.offsets, line * p.count + place + i / GROUP, offset);
-        (OFFSETS ? found : stored)[1][i / GROUP] = number<OFFSET_TYPE>(offset);
-      }
-    }
+    if (i % GROUP == 0 && i / GROUP < count) ends[i / GROUP] = {range.low, range.high};
   }
   __syncthreads();
-  const u32 first = line * p.inner_count + place / p.extents;
-  quantized<0, INNER_KIND, INNER_BITS, INNER_TYPE>(p.inner[0], count, first, shared + own);
+  const u32 i = threadIdx.x, first = line * p.inner_count + place / p.extents;
+  float scale = 0, offset = 0;
+  if (i < count) {
+    Range range;
+    range.low = ends[i].x, range.high = ends[i].y;
+    if (p.seen && !range.is_finite()) p.seen[0] = 1;
+    const u32 bits = stored_scale(p, upper, range);
+    scale = number<F32_T>(bits);
+    if constexpr (OFFSET != NO_OFFSET) {
+      const u32 stored = stored_offset(upper, range, bits);
+      if (!OFFSETS) store_bits<OFFSET_TYPE>(p.offsets, line * p.count + place + i, stored);
+      offset = number<OFFSET_TYPE>(stored);
+    }
+  }
+  const float2* edges = shared + own;
+  scale = quantized<0, INNER_KIND, INNER_BITS, INNER_TYPE>(p.inner[0], upper, scale, count, first, edges);
   if constexpr (OFFSETS)
-    quantized<1, INNER_OFFSET_KIND, INNER_OFFSET_BITS, INNER_OFFSET_TYPE>(p.inner[1], count, first, nullptr);
+    offset = quantized<1, INNER_OFFSET_KIND, INNER_OFFSET_BITS, INNER_OFFSET_TYPE>(
+        p.inner[1], upper, offset, count, first, nullptr);
+  if (i < count) ready[i] = factors(upper, __float_as_uint(scale), offset);
   __syncthreads();
   const bool is_last = place + count == p.count;
   put_fields<0, INNER_WIDTH>(p.inner[0], line, place, count, is_last);
   if constexpr (OFFSETS) put_fields<1, INNER_OFFSET_WIDTH>(p.inner[1], line, place, count, is_last);
 #pragma unroll
   for (int r = 0; r < RUNS; r++) {
-    const u32 block = (r * THREADS + threadIdx.x) / GROUP, at = min(block, count - 1);
-    put(p, run(r), x[r], factors(nullptr, __float_as_uint(stored[0][at]), OFFSET == BIAS ? stored[1][at] : 0), steps);
+    const u32 block = (r * THREADS + threadIdx.x) / GROUP;
+    put(p, run(r), x[r], ready[min(block, count - 1)], steps);
   }
 }

@@ -7,7 +7,6 @@ gives.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 from functools import cache, lru_cache
@@ -21,6 +20,7 @@ from polyquant.backends.torch.cuda import nvrtc
 from polyquant.backends.torch.cuda.decode import grid_of, leading
 from polyquant.backends.torch.cuda.intervals import halved, intervals
 from polyquant.backends.torch.cuda.kernels import why_not_encode
+from polyquant.backends.torch.cuda.operands import Divider, Operands
 from polyquant.codec import line_size_bytes
 from polyquant.kernel import Seen
 from polyquant.qtensor import QTensor, from_fields
@@ -40,34 +40,6 @@ _RUN_BYTES, RUNS, THREADS = 32, 2, 128
 ROW_RUNS, _MOST_THREADS = 4, 1024
 #: Blocks of threads that look for the largest number, and runs of a lane that are loaded at once.
 _BLOCKS, _AHEAD = 1056, 8
-
-
-class _Inner(ctypes.Structure):
-    """What encode.cu calls Inner."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "steps", "table")),
-        *((name, ctypes.c_float) for name in ("range", "low", "high")),
-        ("stride", ctypes.c_uint32),
-    )
-
-
-class _Operands(ctypes.Structure):
-    """What encode.cu calls Operands."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("x", "codes", "scales", "offsets", "tensor_scale", "steps", "work", "seen")
-        ),
-        *((name, ctypes.c_float) for name in ("range", "by", "most", "scale_max")),
-        *((name, ctypes.c_uint32) for name in ("intervals", "origin")),
-        *((name, ctypes.c_uint32) for name in ("blocks", "count", "group", "tiles", "shift")),
-        *((name, ctypes.c_uint32) for name in ("h1", "h2", "e0", "e1", "e2", "c1", "c2")),
-        *((name, ctypes.c_int64) for name in ("length", "extent", "stride")),
-        ("inner", _Inner * 2),
-        *((name, ctypes.c_uint32) for name in ("unit", "extents", "inner_count")),
-    )
 
 
 def quantize(
@@ -254,7 +226,7 @@ def _largest(x: torch.Tensor, scheme: QuantScheme, scale: torch.Tensor, how: _Ho
     """The scale of the whole tensor; of two levels the upper one."""
     kind, size = _KINDS[x.dtype], x.numel()
     work = torch.zeros(2, dtype=torch.int32, device=x.device)
-    given = _Operands(
+    given = Operands(
         x=x.data_ptr(), scales=scale.data_ptr(), work=work.data_ptr(), seen=how.flags or None,
         range=_range(scheme), length=size, extent=size, count=1,
     )  # fmt: skip
@@ -276,7 +248,7 @@ def _calibrate(x: torch.Tensor, scheme: QuantScheme, params: Params, how: _How) 
     group = _power(runs)
     whole = x.data_ptr() % 16 == 0 and shape[-1] % extent == 0 and extent == per * group
     tiles = -(-count * group // THREADS)
-    given = _Operands(
+    given = Operands(
         range=_range(scheme), blocks=lines * rows * count, count=count, group=runs, tiles=tiles,
         h2=shape[-2], e2=height, c2=rows, length=shape[-1], extent=extent,
     )  # fmt: skip
@@ -309,7 +281,7 @@ def _encode(
     """Codes, and with ``finds`` scales and offsets; without ``data`` those alone."""
     flags = (finds, data is not None, how.saturates, _aligned(x, data))
     call = _call(scheme, tuple(x.shape) or (1,), _KINDS[x.dtype], *flags)
-    options, given = call.options, _Operands.from_buffer_copy(call.operands)
+    options, given = call.options, Operands.from_buffer_copy(call.operands)
     shared = 0
     if scheme.mode is QuantMode.LOOKUP and data is not None:
         more, shared = _search(given, scheme, params.table, x.device)
@@ -321,12 +293,15 @@ def _encode(
 
 
 def _search(
-    given: _Operands, scheme: QuantScheme, table: torch.Tensor | None, device: torch.device
+    given: Operands, scheme: QuantScheme, table: torch.Tensor | None, device: torch.device
 ) -> tuple[tuple[str, ...], int]:
     """Tells a kernel how to find entries of a table: more options, and bytes of shared memory."""
     found = intervals(scheme, table, device)
     given.steps, given.intervals = found.steps.data_ptr(), found.steps.shape[0]
-    given.by, given.most = found.by, found.most
+    # From the first's middle to the last's; 1.5 * 2^23 makes a number's lowest bits whole.
+    given.by, given.span = found.by, found.steps.shape[0] - 1
+    given.inverse = given.by / given.span
+    given.bottom = 1.5 * 2**23 - given.span / 2
     # Of the interval of number 0, less the bits of 1.5 * 2^23, which come with a number.
     given.origin = 8 * found.copies * (given.intervals // 2 - 0x4B400000) % 2**32
     options = (f"COPIES={found.copies}", f"DENSE={int(not found.by)}")
@@ -343,7 +318,7 @@ class _Call(NamedTuple):
     options: tuple[str, ...]
     threads: int
     blocks: int
-    operands: _Operands
+    operands: Operands
 
 
 @lru_cache(maxsize=4096)
@@ -379,13 +354,14 @@ def _call(
         threads = -(-runs * height // (32 * each)) * 32
     tiles = -(-runs * count // (threads * each))
     shift = runs.bit_length() - 1 if runs == _power(runs) else 32
-    given = _Operands(
+    given = Operands(
         range=_range(scheme), blocks=lines * count, count=count, group=runs, tiles=tiles,
         shift=shift, length=length, extent=extent, stride=stride,
     )  # fmt: skip
     if is_tall:
         given.h2, given.e2, given.c2 = shape[-2], height, counts[-2]
         given.blocks = math.prod(counts)
+        given.lines, given.rows = Divider.of(count), Divider.of(counts[-2])
     elif not (is_one or in_lines):
         axes = leading(shape[:-1], extents[:-1], counts[:-1])
         (_, given.e0, _), (given.h1, given.e1, given.c1), (given.h2, given.e2, given.c2) = axes
@@ -434,7 +410,7 @@ def _inner_call(
     is_whole = unit >= count or all(unit * part.bits % 8 == 0 for part in parts)
     if not extent or set(kinds) != {extent} or threads > _MOST_THREADS or not is_whole:
         return None
-    given = _Operands.from_buffer_copy(call.operands)
+    given = Operands.from_buffer_copy(call.operands)
     given.count, given.unit, given.extents = count, unit, extent
     given.tiles, given.inner_count = -(-count // unit), -(-count // extent)
     facts: dict[str, Any] = {"codes": True, "group": lanes, "runs": runs, "threads": threads}
@@ -482,7 +458,7 @@ def _encode_inner(
 ) -> Params:
     """Codes, and scales and offsets as they are stored, in one pass."""
     grid = scheme.scale_shape(tuple(x.shape))
-    options, given, shared = call.options, _Operands.from_buffer_copy(call.operands), 0
+    options, given, shared = call.options, Operands.from_buffer_copy(call.operands), 0
     if scheme.mode is QuantMode.LOOKUP:
         more, shared = _search(given, scheme, how.table, x.device)
         options = tuple(o for o in options if o.partition("=")[0] not in ("COPIES", "DENSE")) + more
@@ -561,6 +537,7 @@ def _of_scheme(scheme: QuantScheme) -> dict[str, Any]:
         "OFFSET": 0,
         "OFFSET_TYPE": 0,
         "OFFSET_TOP": "0.f",
+        "TWO_LEVELS": scheme.tensor_scale is not None,
         "POWERS": scheme.scale is ScaleDtype.UE8M0 and scheme.tensor_scale is None,
     }
     if offset is not None and isinstance(offset.dtype, QuantValue):
@@ -572,7 +549,7 @@ def _of_scheme(scheme: QuantScheme) -> dict[str, Any]:
     return found
 
 
-def _point(given: _Operands, x: torch.Tensor, params: Params, how: _How) -> None:
+def _point(given: Operands, x: torch.Tensor, params: Params, how: _How) -> None:
     """Addresses of the arrays that every kernel takes."""
     given.seen = how.flags or None
     arrays = {"x": x, **params._asdict()}
@@ -585,7 +562,7 @@ def _launch(
     name: str,
     options: tuple[str, ...],
     x: torch.Tensor,
-    given: _Operands,
+    given: Operands,
     blocks: int,
     threads: int = THREADS,
     shared: int = 0,

@@ -18,11 +18,12 @@ _MOST_INTERVALS, _TABLE_BYTES = 257, 10240
 
 
 class Intervals(NamedTuple):
-    """A table as encode.cu searches it: (count, 2) edges and codes; intervals 1 / by wide."""
+    """A table as encode.cu searches it: (count, 2) edges and codes; intervals 1 / by wide, the
+    middle one about zero.
+    """
 
     steps: torch.Tensor
     by: float
-    most: float
     copies: int
 
 
@@ -48,16 +49,17 @@ def _searched(table: Any, device: torch.device) -> Intervals:
         if 2 * most + 1 > _MOST_INTERVALS:
             break
         middle = np.arange(-most, most + 1)
-        first = np.searchsorted(edges, (middle - 0.5) / by, side="left")
-        last = np.searchsorted(edges, (middle + 0.5) / by, side="right")
+        near = 0.5 + most * 2.0**-20  # a number's place is rounded
+        first = np.searchsorted(edges, (middle - near) / by, side="left")
+        last = np.searchsorted(edges, (middle + near) / by, side="right")
         if (last - first).max() <= 1:
             has_edge = last > first
             here = np.append(edges, np.float32(np.inf))[np.where(has_edge, first, len(edges))]
             codes = found.codes.astype(np.uint32)
             around = codes[first] | codes[np.minimum(first + 1, len(codes) - 1)] << 8
             copies = max(1, min(16, 1 << (_TABLE_BYTES // 8 // len(middle)).bit_length() - 1))
-            return Intervals(_pairs(here, around, device), float(by), most / by, copies)
-    return Intervals(_halved(table, device), 0.0, 0.0, 1)
+            return Intervals(_pairs(here, around, device), float(by), copies)
+    return Intervals(_halved(table, device), 0.0, 1)
 
 
 @lru_cache(maxsize=64)
