@@ -200,10 +200,10 @@ def cut_for(
     else:
         nt = 16
     if is_short and bits == 8 and nt == 16:
-        if is_int:  # registers hold no more of integers and of floats
-            nt, rw = 8, 2
-        elif is_large:
+        if is_large:
             lw = 3
+        elif is_int:
+            nt, rw = 8, 2
     tiles = math.ceil(lines / (64 * lw)) * math.ceil(columns / (8 * nt * parts * rw))
     most = min(gpu.processors // tiles, k // (8 * STEP))  # blocks of threads that share k
     cut = Cut(lw, rw, nt, 4 if most >= 4 else max(1, most // 2 * 2), 1, _MOST_STAGES, 1, parts)
