@@ -70,8 +70,7 @@ def _by_rows(x: Array, weight: QTensor, kind: Any) -> Array:
 
 
 def _by_definition(x: Array, weight: QTensor, kind: Any) -> Array:
-    y: Array = standard.matmul(x.reshape(*weight.shape[:-2], *x.shape[-2:]), weight, kind)
-    return y.reshape(*x.shape[:2], weight.shape[-1])
+    return batches.as_batch(standard.matmul, x, weight, kind)
 
 
 def register() -> None:

@@ -86,6 +86,12 @@ def _is_batch(weight: QTensor, by_weight: QTensor) -> bool:
     return all(mine is not False for mine in of_each) and True not in of_all
 
 
+def as_batch(product: ByRows, x: Array, weight: QTensor, kind: Any) -> Array:
+    """Rows (batch, m, k) by a product that takes the weight's other axes as they are."""
+    y = product(x.reshape(*weight.shape[:-2], *x.shape[-2:]), weight, kind)
+    return y.reshape(*x.shape[:2], weight.shape[-1])
+
+
 def in_programs(name: str, platform: str, call: ByRows, elsewhere: ByRows) -> ByRows:
     """``call`` in programs for a platform, ``elsewhere`` in those for others and in exported ones.
 

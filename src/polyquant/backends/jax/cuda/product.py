@@ -41,8 +41,7 @@ def _by_rows(x: Array, weight: QTensor, kind: Any) -> Array:
 
 def _by_xla(x: Array, weight: QTensor, kind: Any) -> Array:
     run = standard.matmul if planning.PLANES[str(x.dtype)] > 1 else accelerators.narrow
-    y: Array = run(x.reshape(*weight.shape[:-2], *x.shape[-2:]), weight, kind)
-    return y.reshape(*x.shape[:2], weight.shape[-1])
+    return batches.as_batch(run, x, weight, kind)
 
 
 def _by_call(x: Array, weight: QTensor, kind: Any) -> Array:
