@@ -479,6 +479,34 @@ def test_every_way_to_cut_a_product(scheme: str) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("m", [64, 512])
+@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4"])
+def test_every_code_under_every_power_of_two(scheme: str, m: int) -> None:
+    """An identity's rows give the weight's values, rounded to bfloat16; NaN spoils its line."""
+    q, _ = _operands(scheme, 256, 512)
+    data, scales = q.data.view(torch.uint8), q.scales.view(torch.uint8)
+    data[:] = torch.arange(data.numel(), device="cuda").reshape(data.shape) * 7 % 256
+    if scheme.startswith("mxfp8"):
+        data[(data & 0x7F) >= (0x7F if scheme == "mxfp8" else 0x7C)] = 0x40
+    scales[:] = torch.arange(256, device="cuda").clamp(max=238)[:, None]
+    x = torch.eye(m, 512, device="cuda", dtype=torch.bfloat16)
+    values = torch.from_numpy(np.asarray(q.to("numpy").dequantize("float64")))
+    want = values.mT[:m].to(torch.bfloat16).float().cuda()
+    y = pq.matmul(x, q.mT, out_dtype="float32", kernel="torch.nvrtc.mma")
+    assert torch.equal(y, want)
+    scales[[0, 77, 130], [1, 15, 0]] = 255
+    rows = [0, 77, 130]
+    if scheme.startswith("mxfp8"):
+        data[[3, 200], [0, 301]] = 0x7F
+        data[[131, 255], [5, 511]] = 0xFF
+        rows += [3, 131, 200, 255]
+    want[:, rows] = float("nan")
+    y = pq.matmul(x, q.mT, out_dtype="float32", kernel="torch.nvrtc.mma")
+    assert torch.equal(y.isnan(), want.isnan())
+    assert torch.equal(y.nan_to_num(), want.nan_to_num())
+
+
+@needs_gpu
 @pytest.mark.parametrize("scheme", ["q4s", "nf4", "q8s-row"])
 def test_more_tiles_than_run_at_once(scheme: str) -> None:
     torch.manual_seed(12)

@@ -79,6 +79,7 @@ struct Lines {
   static constexpr int EVEN = PIECES & -PIECES, PERIOD = PIECES / EVEN, APART = EVEN > 32 ? 1 : 32 / EVEN;
   static constexpr bool IN_STEP = EVEN <= 32 && PERIOD < 8;
   static constexpr int STEPS = (ROWS + APART - 1) / APART;
+  static constexpr bool ONCE = ALL <= 32;  // a lane copies one piece, and always the same one of a line
   const u8* lines;  // the first of all
   const u8* mine[IN_STEP ? PERIOD : 1];  // what the lane copies first
   long long stride;
@@ -87,7 +88,9 @@ struct Lines {
   __device__ __forceinline__ Lines(const u8* lines, long long stride, int first, int n, int rows_per,
                                    int line, int lane)
       : lines(lines), stride(stride), first(first), last(n - 1), rows_per(rows_per), line(line) {
-    if constexpr (IN_STEP) {
+    if constexpr (ONCE) {
+      mine[0] = lines + min(first + lane / PIECES, last) / rows_per * stride + lane % PIECES * PIECE;
+    } else if constexpr (IN_STEP) {
 #pragma unroll
       for (int j = 0; j < PERIOD; j++)
         mine[j] = lines + (first + (lane + 32 * j) / PIECES) * stride + (lane + 32 * j) % PIECES * PIECE;
@@ -96,7 +99,10 @@ struct Lines {
 
   // Those from byte `start` of the lines on; zeros past the ends.
   __device__ __forceinline__ void fetch(u32 to, int start, int lane) const {
-    if (IN_STEP && rows_per == 1) {
+    if constexpr (ONCE) {
+      const int row = lane / PIECES, byte = lane % PIECES * PIECE;
+      if (lane < ALL) copy<PIECE>(to + row * PITCH + byte, mine[0] + start, start + byte < line);
+    } else if (IN_STEP && rows_per == 1) {
       const bool all = ROWS % APART == 0 && first + ROWS <= last + 1 && start + BYTES <= line;
 #pragma unroll
       for (int j = 0; j < PERIOD; j++) {
@@ -497,6 +503,10 @@ __device__ __forceinline__ u32 of_values(const Numbers<BYTES>& numbers, int c, i
 // A scale twice, as bf16.
 __device__ __forceinline__ u32 scale_pair(u32 bits) {
   if constexpr (SCALE == BF16_T) return bits * 0x10001u;
+  if constexpr (SCALE == UE8M0_T && !F16) {
+    const u32 two = __vmaxu2(bits * 0x800080u, both(0x40));  // 0 is 2^-127
+    return fma2(two, 0, two);                                 // 255, infinity here, is NaN
+  }
   const float s = number<SCALE>((const u8*)&bits);
   return pack(s, s);
 }

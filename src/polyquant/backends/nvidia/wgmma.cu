@@ -49,15 +49,22 @@ __device__ __forceinline__ void copy_tile(u32 to, const u64* map, int k, int row
 
 // -- codes ----------------------------------------------------------------------------------------
 
-// The words of 32 codes of a row: of 8 bits those with a thread's pairs, else all of them in each thread
-// of a quad. (Loads of single bytes would be as many instructions; and beside narrow registers ptxas 13.0
-// lets products wait.)
-constexpr bool IN_BYTES = 8 % BITS == 0;
+// The words of 32 codes of a row: of 8 bits those with a thread's pairs (of e4m3, which the processor
+// converts two at a time, the pairs alone), else all of them in each thread of a quad. (Other loads of what
+// a thread needs would be as many instructions; and beside narrow registers ptxas 13.0 lets products wait.)
+constexpr bool IN_BYTES = 8 % BITS == 0, SIXES = KIND == MINIFLOAT && BITS == 6;
 struct Group {
   u32 words[BITS];
 
   __device__ __forceinline__ Group(const u8* from, u32 t) {
-    if constexpr (BITS == 8) {
+    if constexpr (KIND == E4M3) {
+#pragma unroll
+      for (int q = 0; q < 4; q++)
+        asm volatile("ld.shared.u16 %0, [%1];" : "=r"(words[q]) : "r"(shared_address(from + 8 * q + 2 * t)));
+    } else if constexpr (SIXES) {
+#pragma unroll
+      for (int i = 0; i < 3; i++) *(uint2*)(words + 2 * i) = ((const uint2*)from)[i];
+    } else if constexpr (BITS == 8) {
 #pragma unroll
       for (int q = 0; q < 4; q++) words[q] = *(const u32*)(from + 8 * q + t / 2 * 4);
     } else if constexpr (BITS % 4 == 0) {
@@ -78,22 +85,30 @@ struct Group {
 constexpr bool COUNTS = (KIND == SIGNED || KIND == UNSIGNED) && OFFSET == NO_OFFSET;
 constexpr bool FOLDS = COUNTS && IN_BLOCKS && (SCALE == F16_T || SCALE == UE4M3_T);
 constexpr bool BYTES_COUNT = COUNTS && BITS == 8;
-constexpr float PART = FOLDS ? 4194304.0f : BYTES_COUNT ? 64.0f : 1.0f;
-constexpr u32 UP2 = both((127 + 111) << 7);  // 2^111: 2^133 over PART
+// Of 4 bits a byte stands in both halves: in the lower one the first code counts, in the upper one the
+// second counts 16 times.
+constexpr bool FOURS = (KIND == SIGNED || KIND == UNSIGNED) && BITS == 4;
+constexpr float PART = FOLDS ? 4194304.0f : BYTES_COUNT || FOURS ? 64.0f : 1.0f;
+constexpr u32 halves(u32 low, u32 high) { return high << 16 | low; }
+// A power of two for numbers, of FOURS its 16th for the upper ones.
+constexpr u32 power(int exponent) {
+  return halves((127 + exponent) << 7, (127 + exponent - 4 * FOURS) << 7);
+}
+constexpr u32 UP2 = power(111);  // 2^133 over PART
 // Minus the sign: so many of the smallest number, and over 64.
-constexpr u32 MINUS_SIGN = SIGN ? both(0x8000u | SIGN) : MINUS_ZERO2;
+constexpr u32 SIGN2 = halves(SIGN, FOURS ? 16 * SIGN : SIGN), MINUS_SIGN = MINUS_ZERO2 | SIGN2;
 constexpr u32 MINUS_SIGN_PART = SIGN ? both(0x8000u | (127 - 6 + BITS - 1) << 7) : MINUS_ZERO2;
 
 // Codes 8 q + 2 t and the next, as numbers: what thread t of a quad holds of k.
 __device__ __forceinline__ u32 pair_of(const Group& group, const u8* from, u32 q, u32 t, u32 magic,
-                                       u32 minus, float zero, const u32* lut) {
+                                       u32 minus, float zero, u32 bank) {
   if constexpr (BITS == 8) {
     const u32 word = group.words[q];
     t %= 2;
     u32 pair;
     if constexpr (KIND == E4M3) {
-      const u32 w = __byte_perm(word, 0, 0x0010 + 0x22 * t);
-      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((u16)w));
+      asm("{.reg .b16 two, rest; mov.b32 {two, rest}, %1; cvt.rn.f16x2.e4m3x2 %0, two;}"
+          : "=r"(pair) : "r"(word));
       return from_f16(pair);
     } else if constexpr (KIND == E5M2) {
       return from_f16(__byte_perm(word, 0, 0x1404 + 0x2020 * t));
@@ -107,9 +122,13 @@ __device__ __forceinline__ u32 pair_of(const Group& group, const u8* from, u32 q
     }
   } else if constexpr (IN_BYTES) {
     const u32 bit = BITS * (8 * q + 2 * t), in_word = bit % 32 / 8;
+    if constexpr (FOURS) {
+      const u32 both = __byte_perm(group.words[q], 0, 0x4040 + 0x0101 * in_word);
+      const u32 pair = and_xor(both, halves(0x0F, 0xF0), magic);
+      return FOLDS ? pair : fma2(pair, power(127), minus);
+    }
     u32 byte = __byte_perm(group.words[BITS * q / 4], 0, 0x4440 | in_word);
-    if constexpr (KIND == LOOKUP)
-      return *(const u32*)((const u8*)lut + threadIdx.x % 32 * 4 + byte * (4 * LUT_COPIES));
+    if constexpr (KIND == LOOKUP) return shared_word(bank, byte);
     if constexpr (BITS < 4) byte >>= bit % 8;
     const u32 two = byte * (1 + (1 << (16 - BITS)));  // it, and again further up
     if constexpr (FOLDS) return and_xor(two, MASK, magic);
@@ -122,6 +141,14 @@ __device__ __forceinline__ u32 pair_of(const Group& group, const u8* from, u32 q
     const u32 two = (eight >> 6 * t & 63) * (1 + (1 << 13));
     if constexpr (FOLDS) return and_xor(two, MASK, magic);
     return from_fields(two, magic, minus);
+  } else if constexpr (SIXES) {  // two bytes hold the pair, 0 or 4 bits up
+    constexpr int E = KIND == MINIFLOAT ? 5 - MANTISSA : 1, UP = 7 - MANTISSA;
+    const u32* words = group.words + q / 2 * 3 + q % 2;
+    const u32 w = __byte_perm(words[0], words[1], 0x11 * (t + t / 2) + (q % 2 ? 0x32 : 0x10));
+    const u32 up = t % 2 ? 1 << UP - 4 : 1 << UP;  // a multiplication shifts
+    const u32 two = merge(w * up, w * (up << 10), 0xFFFF);
+    const u32 placed = (two & both(31 << UP)) | (two << 10 - UP & both(0x8000));
+    return fma2(placed, both(255 - (1 << (E - 1)) << 7), MINUS_ZERO2);
   } else {
     const u32 byte = BITS * q + 2 * BITS * t / 8, shift = 2 * BITS * t % 8;
     const u32* words = (const u32*)(from + (byte & ~3));
@@ -130,6 +157,40 @@ __device__ __forceinline__ u32 pair_of(const Group& group, const u8* from, u32 q
     return from_fields(two | two << (16 - BITS), magic, minus);
   }
 }
+
+// Numbers of one byte go in pairs: that of group c of 32 values, and the other of its two, one in each half
+// (by 0x4140 in the lower bytes, by 0x1404 in the upper ones); and one of a pair, twice.
+constexpr int number_of(int c) { return BLOCK >= CHUNK ? 0 : c * 32 / BLOCK; }
+template <int BYTES>
+__device__ __forceinline__ u32 neighbours(const Numbers<BYTES>& numbers, int c, u32 where) {
+  const int i = number_of(c);
+  return __byte_perm(numbers.words[i / 4], 0, where + (i % 4 < 2 ? 0 : where == 0x4140 ? 0x0202 : 0x2020));
+}
+__device__ __forceinline__ u32 twice(u32 pair, int c) {
+  return __byte_perm(pair, 0, number_of(c) % 2 ? 0x3232 : 0x1010);
+}
+
+// The scales of 32 values of a row: of each 16 one, else one.
+struct Factors {
+  u32 of[HALVES ? 2 : 1];
+
+  __device__ __forceinline__ Factors(const Numbers<SCALE_BYTES>& scales, int c) {
+    if constexpr (SCALE == UE4M3_T && HALVES) {
+      float low, high;
+      asm("{.reg .b16 c, l, h; .reg .b32 pair; mov.b32 {c, h}, %2; cvt.rn.f16x2.e4m3x2 pair, c;"
+          " mov.b32 {l, h}, pair; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+          : "=f"(low), "=f"(high) : "r"(scales.template at<2>(c)));
+      of[0] = pack(low, low), of[HALVES] = pack(high, high);
+    } else if constexpr (SCALE == UE8M0_T && !HALVES) {  // with its neighbour's, whose work is the same
+      u32 pair = __vmaxu2(neighbours<SCALE_BYTES>(scales, c, 0x1404) >> 1, both(0x40));  // 0 is 2^-127
+      pair = fma2(pair, 0, pair);  // 255, infinity here, is NaN
+      of[0] = twice(pair, c);
+    } else if constexpr (IN_BLOCKS) {
+#pragma unroll
+      for (int i = 0; i <= HALVES; i++) of[i] = scale_pair(of_values<size_of(SCALE)>(scales, c, 2 * i));
+    }
+  }
+};
 
 // -- sums -----------------------------------------------------------------------------------------
 
@@ -394,7 +455,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY));
-  const u32 magic = both((FOLDS ? 0 : MAGIC) | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
+  const u32 none = (u32)(p.m >> 31);  // so that the compiler sees no constants
+  const u32 magic = (FOLDS || FOURS ? SIGN2 : both(MAGIC | SIGN)) | none;
+  const u32 minus_sign = (FOURS ? MINUS_SIGN_PART : subtrahend(SIGN)) | none;
+  const u32 bank = shared_address(lut) + lane * 4;
   u8* stages = shared + X_BYTES + LUT_BYTES + warp * WARP_BYTES;
   auto first_of = [&](const Place& place) { return (place.across * WN + warp % WN) * ROWS; };
   auto weight_of = [&](int tile) {
@@ -451,23 +515,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
         for (int e = 0; e < UNIT; e++) {
           const int c = u * UNIT + e;
           const u8* codes[2] = {mine + g * CODE_PITCH + c * 4 * BITS, mine + (g + 8) * CODE_PITCH + c * 4 * BITS};
+          const Factors factors[2] = {Factors(scales[0], c), Factors(scales[1], c)};
           const Group groups[2] = {Group(codes[0], t), Group(codes[1], t)};
 #pragma unroll
           for (int i = 0; i < 8; i++) {  // of 16 values (i / 4) rows g and g + 8, then 8 further on
             const int q = i / 4 * 2 + i % 4 / 2, half = i % 2;
-            u32 minus = subtrahend(SIGN);
+            u32 minus = minus_sign;
             float zero = 8388608.0f + SIGN;
-            if constexpr (OFFSET == INTEGER_ZERO) {
+            if constexpr (OFFSET == INTEGER_ZERO && FOURS && !HALVES) {
+              const u32 zeros = neighbours<OFFSET_BYTES>(offsets[half], c, 0x4140) + both(SIGN);
+              minus = twice(fma2(zeros, both(0xFF00u), MINUS_ZERO2), c);
+            } else if constexpr (OFFSET == INTEGER_ZERO) {
               const u32 z = SIGN + of_values<1>(offsets[half], c, q);
-              minus = subtrahend(z);
+              minus = FOURS ? fma2(z * 0x10001u, both(0xFF00u), MINUS_ZERO2) : subtrahend(z);
               zero = __uint_as_float(0x4B000000u | z);
             }
-            u32 pair = pair_of(groups[half], codes[half], q, t, magic, minus, zero, lut);
+            u32 pair = pair_of(groups[half], codes[half], q, t, magic, minus, zero, bank);
             if constexpr (FOLDS) {
-              const u32 s = fma2(scale_pair(of_values<size_of(SCALE)>(scales[half], c, q)), UP2, MINUS_ZERO2);
+              const u32 s = fma2(factors[half].of[HALVES ? q / 2 : 0], UP2, MINUS_ZERO2);
               pair = fma2(pair, s, fma2(s, MINUS_SIGN, MINUS_ZERO2));
             } else if constexpr (IN_BLOCKS)
-              pair = fma2(pair, scale_pair(of_values<size_of(SCALE)>(scales[half], c, q)), MINUS_ZERO2);
+              pair = fma2(pair, factors[half].of[HALVES ? q / 2 : 0], MINUS_ZERO2);
             a[u % 2][e][i / 4][i % 4] = pair;
           }
 #pragma unroll
