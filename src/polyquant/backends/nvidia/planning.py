@@ -121,7 +121,7 @@ def tiles_for(
 
 
 def _for_blocks(tiles: Tiles, scheme: QuantScheme) -> Tiles:
-    """The table's tiles, which were measured with scales of rows: wgmma.cu copies 8 bits in blocks in
+    """The table's tiles, measured with scales of rows: wgmma.cu copies 8 bits in blocks in
     fewer, longer pieces (mxfp8, 8192 x 8192 by 64 rows: 29.4 us, not 31.6)."""
     in_blocks = scheme.block is not None and scheme.block[-1] > 0
     if tiles.wide and tiles.wn == 8 and tiles.chunk == 128 and scheme.bits == 8 and in_blocks:
