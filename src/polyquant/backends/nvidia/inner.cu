@@ -6,7 +6,7 @@
 // ..._BITS, ..._WIDTH (bits that a code takes), ..._TYPE (of their scales), and INNER_GROUP (scales of
 // a block, a power of two).
 
-constexpr int WARPS = THREADS / 32, MORE_RESIDENT = 1280;
+constexpr int WARPS = THREADS / 32, MORE_RESIDENT = RUNS == 4 ? 1024 : 1536;
 __shared__ float2 ends[THREADS];                     // of the unit's blocks
 __shared__ float highest[2][WARPS];                  // of warps
 __shared__ Factors ready[THREADS];

@@ -405,7 +405,7 @@ def _inner_call(
     unit = min(extent, count)
     if group == extent < count:  # several blocks of scales
         unit *= max(1, THREADS * RUNS // (extent * lanes))
-    runs = min(lanes, RUNS if unit * lanes <= RUNS * _MOST_THREADS else ROW_RUNS)
+    runs = min(lanes, ROW_RUNS if group > 32 else RUNS)
     threads = -(-unit * lanes // (32 * runs)) * 32
     is_whole = unit >= count or all(unit * part.bits % 8 == 0 for part in parts)
     if not extent or set(kinds) != {extent} or threads > _MOST_THREADS or not is_whole:
