@@ -43,7 +43,8 @@ __device__ __forceinline__ u32 pair_at(uint2 halves, u32 sign, u32 minus) {
   const u32 word = FOURS && I > 1 ? halves.y : halves.x;
   constexpr int BIT = BITS * (FOURS ? I % 2 : I), BESIDE = 8 / BITS * BITS;  // bits that are read without a shift
   if constexpr (KIND == MINIFLOAT) {
-    return fma2(in_place<BIT>(word), minus, MINUS_ZERO2);
+    constexpr int DOWN = 2 * BITS + UP <= 16 ? BIT / BESIDE * BESIDE : 0;  // so that a multiplication will do
+    return fma2(in_place<BIT - DOWN>(word >> DOWN), minus, MINUS_ZERO2);
   } else {
     constexpr int AT = BIT % BESIDE;
     const u32 w = word >> BIT / BESIDE * BESIDE;

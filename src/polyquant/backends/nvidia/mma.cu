@@ -46,17 +46,32 @@ __device__ __forceinline__ void x_pairs(const u8* x, u32* b) {
 // One row of x is put in order once, not for each row of the weight, where a warp has it for itself.
 constexpr bool ORDERS = X_ROWS == 1 && WN == 1 && !NATURAL;
 
+constexpr bool FEW_NUMBERS = RT * ((SCALE_BYTES + 3) / 4 + (OFFSET_BYTES + 3) / 4) <= 16;
+
+// A power of two makes numbers of a minifloat's bits (see few.cuh). That times a scale makes weights of
+// them, exactly: under e4m3 over 128, for its largest numbers; under powers of two where all of a chunk
+// are from 2^-63 to 1, else its blocks are closed (tensor cores take subnormal numbers for zero).
+constexpr bool POWERS = SCALE == UE8M0_T && !F16 && !HALVES && FEW_NUMBERS && NT <= 2;
+constexpr bool FOLDS = KIND == MINIFLOAT && IN_BLOCKS && OFFSET == NO_OFFSET &&
+                       (POWERS || (SCALE == UE4M3_T && MANTISSA <= 3));
+constexpr u32 OVER = 7, LEFT = (POWER >> EXPONENT) + 127 - (F16 ? 15 : 127) - OVER;  // of float32
+
 // With many rows of x it is less work to scale the numbers, rounded to bf16, than each block's sums.
 // So it is for any number of them where bf16 holds the products anyway: of e4m3 and up to 4 bits.
 constexpr bool EXACT = SCALE == UE4M3_T && OFFSET == NO_OFFSET && BITS <= 4 && (INTEGERS || MANTISSA == 1);
-constexpr bool SCALED = IN_BLOCKS && !F16 && !SUMS_X && (EXACT || (PLANES == 1 && NT > 2));
-constexpr bool CLOSES = IN_BLOCKS && !SCALED;
+constexpr bool SCALED = IN_BLOCKS && !F16 && !SUMS_X && !FOLDS && (EXACT || (PLANES == 1 && NT > 2));
+constexpr bool CLOSES = IN_BLOCKS && !SCALED && !FOLDS;
 
 // A chunk's scales and offsets of a thread's rows in registers, where these are not too many.
-constexpr bool HELD = CLOSES && RT * ((SCALE_BYTES + 3) / 4 + (OFFSET_BYTES + 3) / 4) <= 16;
+constexpr bool HELD = (CLOSES || FOLDS) && FEW_NUMBERS;
 
 constexpr int X_PITCH = CHUNK * 2 + 64;  // a quarter of a warp reads two rows: other banks
 constexpr int X_STAGE = X_ROWS * X_PITCH, SLICE_STAGE = WN * WARP_STAGE + X_STAGE;
+
+template <bool YES>
+struct Is {
+  static constexpr bool value = YES;
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Operands p) {
   extern __shared__ __align__(16) u8 shared[];
@@ -67,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   u32* lut = (u32*)shared;
   u8* stages = shared + LUT_BYTES + slice * STAGES * SLICE_STAGE;
   const u32 magic = both(INTEGERS ? SIGN : MAGIC | SIGN) | (u32)(p.m >> 31);  // a constant that none can see
-  float undo = UNIT;
+  float undo = FOLDS && !POWERS ? 1 << OVER : UNIT;
 
   const Weight weight(of_batch(p, row_tile()), first, lane);
   const Activations<32 * WN> x(of_batch(p, row_tile()), first_m, m_here, across * 32 + lane);
@@ -141,6 +156,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
       if constexpr (HELD) return __byte_perm(held_offsets[i].words[block / 4], 0, 0x4040 | block % 4 * 0x0101);
       return both(1) * offsets[8 * i * OFFSET_PITCH + block];
     };
+    // What makes bits of rows 8 i + g weights.
+    auto power_of = [&](int i, int block) {
+      if constexpr (POWERS) {
+        const u32 two = __byte_perm(held_scales[i].words[block / 4], 0, 0x4040 | block % 4 * 0x0101);
+        return two * (1u << EXPONENT) + both(POWER - (127 << EXPONENT));
+      }
+      const float scale = scale_of(i, block) * __uint_as_float(LEFT << 23);
+      return pack(scale, scale);
+    };
     u32 words[RT][GROUPS][2];
     if constexpr (BITS == 4) {
 #pragma unroll
@@ -148,89 +172,110 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
 #pragma unroll
         for (int r = 0; r < RT; r++) load_words(mine + 16 * r * CODE_PITCH + c * 16, &words[r][c]);
     }
-    constexpr int BLOCK_GROUPS = !CLOSES || BLOCK >= CHUNK ? GROUPS : (HALVES ? 1 : BLOCK / 32);
+    auto multiply_chunk = [&](auto by_blocks) {
+      constexpr bool closes = CLOSES || by_blocks.value;
+      constexpr int BLOCK_GROUPS = !closes || BLOCK >= CHUNK ? GROUPS : (HALVES ? 1 : BLOCK / 32);
 #pragma unroll
-    for (int c = 0; c < GROUPS; c += BLOCK_GROUPS) {
-      float d[HALVES ? 2 : 1][RT][NT][4] = {};
-      float ones[HALVES ? 2 : 1][NT][4] = {};
-      const int block = HALVES ? 2 * c : c / BLOCK_GROUPS;
+      for (int c = 0; c < GROUPS; c += BLOCK_GROUPS) {
+        float d[HALVES ? 2 : 1][RT][NT][4] = {};
+        float ones[HALVES ? 2 : 1][NT][4] = {};
+        const int block = HALVES ? 2 * c : c / BLOCK_GROUPS;
 #pragma unroll
-      for (int e = 0; e < BLOCK_GROUPS; e++) {
-        const int own = HALVES ? 2 * (c + e) + (HELD ? 0 : t / 2) : (BLOCK >= CHUNK ? 0 : (c + e) * 32 / BLOCK);
-        u32 b[NT][4];
+        for (int e = 0; e < BLOCK_GROUPS; e++) {
+          const int own = HALVES ? 2 * (c + e) + (HELD ? 0 : t / 2) : (BLOCK >= CHUNK ? 0 : (c + e) * 32 / BLOCK);
+          u32 b[NT][4];
 #pragma unroll
-        for (int j = 0; j < NT; j++)
-          x_pairs<NATURAL || ORDERS>(x_at + min(8 * j + g, X_ROWS - 1) * X_PITCH + (c + e) * 64, b[j]);
-#pragma unroll
-        for (int r = 0; r < RT; r++) {
-          u32 a[2][4];
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            u32 minus = INTEGERS ? MINUS_SIGN : KIND == MINIFLOAT ? both(POWER) : subtrahend(SIGN);
-            float zero = 8388608.0f + SIGN, scale = 1.0f;
-            if constexpr (OFFSET == INTEGER_ZERO) {
-              const u32 zeros = both(SIGN) + zeros_of(2 * r + half, own);
-              minus = INTEGERS ? minus_zero(zeros) : subtrahend(0) + zeros;
-              zero = __uint_as_float(0x4B000000u | zeros & 0xFFFF);
-            }
-            if constexpr (SCALED) scale = scale_of(2 * r + half, own);
-            few(codes + (16 * r + 8 * half) * CODE_PITCH + (c + e) * 4 * BITS, t,
-                words[r][c + e][half], magic, minus, zero, lut, a[half]);
-            if constexpr (SCALED) {
-#pragma unroll
-              for (int i = 0; i < 4; i++) a[half][i] = fma2(a[half][i], pack(scale, scale), MINUS_ZERO2);
-            }
-          }
-#pragma unroll
-          for (int j = 0; j < NT; j++) {
-            if constexpr (!CLOSES) {
-              multiply(acc[r][j], a[0], a[1], b[j]);
-            } else if constexpr (HALVES) {
-              u32 left[4], right[4];
-#pragma unroll
-              for (int i = 0; i < 4; i++) left[i] = t < 2 ? b[j][i] : 0, right[i] = t < 2 ? 0 : b[j][i];
-              multiply(d[0][r][j], a[0], a[1], left);
-              multiply(d[HALVES][r][j], a[0], a[1], right);
-            } else {
-              multiply(d[0][r][j], a[0], a[1], b[j]);
-            }
-          }
-        }
-        if constexpr (SUMS_X) {
-          constexpr u32 ONES[4] = {UNIT_PART2, UNIT_PART2, UNIT_PART2, UNIT_PART2};
-#pragma unroll
-          for (int j = 0; j < NT; j++) {
-            if constexpr (HALVES) {
-              u32 left[4], right[4];
-#pragma unroll
-              for (int i = 0; i < 4; i++) left[i] = t < 2 ? b[j][i] : 0, right[i] = t < 2 ? 0 : b[j][i];
-              multiply(ones[0][j], ONES, ONES, left);
-              multiply(ones[HALVES][j], ONES, ONES, right);
-            } else {
-              multiply(ones[0][j], ONES, ONES, b[j]);
-            }
-          }
-        }
-      }
-      if constexpr (CLOSES) {
-#pragma unroll
-        for (int h = 0; h < (HALVES ? 2 : 1); h++) {
-          float sum_x[NT][2];
-#pragma unroll
-          for (int j = 0; j < NT; j++) sum_x[j][0] = ones[h][j][0], sum_x[j][1] = ones[h][j][1];
+          for (int j = 0; j < NT; j++)
+            x_pairs<NATURAL || ORDERS>(x_at + min(8 * j + g, X_ROWS - 1) * X_PITCH + (c + e) * 64, b[j]);
 #pragma unroll
           for (int r = 0; r < RT; r++) {
-            float s[2], o[2] = {};
+            u32 a[2][4];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-              s[half] = scale_of(2 * r + half, block + h);
-              if constexpr (SUMS_X) o[half] = offset_of(2 * r + half, block + h);
+              u32 minus = INTEGERS ? MINUS_SIGN : KIND == MINIFLOAT ? both(POWER) : subtrahend(SIGN);
+              float zero = 8388608.0f + SIGN, scale = 1.0f;
+              if constexpr (OFFSET == INTEGER_ZERO) {
+                const u32 zeros = both(SIGN) + zeros_of(2 * r + half, own);
+                minus = INTEGERS ? minus_zero(zeros) : subtrahend(0) + zeros;
+                zero = __uint_as_float(0x4B000000u | zeros & 0xFFFF);
+              }
+              if constexpr (SCALED) scale = scale_of(2 * r + half, own);
+              if constexpr (FOLDS && !closes) minus = power_of(2 * r + half, own);
+              few(codes + (16 * r + 8 * half) * CODE_PITCH + (c + e) * 4 * BITS, t,
+                  words[r][c + e][half], magic, minus, zero, lut, a[half]);
+              if constexpr (SCALED) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) a[half][i] = fma2(a[half][i], pack(scale, scale), MINUS_ZERO2);
+              }
             }
-            close_block(acc[r], d[h][r], sum_x, s, o);
+#pragma unroll
+            for (int j = 0; j < NT; j++) {
+              if constexpr (!closes) {
+                multiply(acc[r][j], a[0], a[1], b[j]);
+              } else if constexpr (HALVES) {
+                u32 left[4], right[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) left[i] = t < 2 ? b[j][i] : 0, right[i] = t < 2 ? 0 : b[j][i];
+                multiply(d[0][r][j], a[0], a[1], left);
+                multiply(d[HALVES][r][j], a[0], a[1], right);
+              } else {
+                multiply(d[0][r][j], a[0], a[1], b[j]);
+              }
+            }
+          }
+          if constexpr (SUMS_X) {
+            constexpr u32 ONES[4] = {UNIT_PART2, UNIT_PART2, UNIT_PART2, UNIT_PART2};
+#pragma unroll
+            for (int j = 0; j < NT; j++) {
+              if constexpr (HALVES) {
+                u32 left[4], right[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) left[i] = t < 2 ? b[j][i] : 0, right[i] = t < 2 ? 0 : b[j][i];
+                multiply(ones[0][j], ONES, ONES, left);
+                multiply(ones[HALVES][j], ONES, ONES, right);
+              } else {
+                multiply(ones[0][j], ONES, ONES, b[j]);
+              }
+            }
+          }
+        }
+        if constexpr (closes) {
+#pragma unroll
+          for (int h = 0; h < (HALVES ? 2 : 1); h++) {
+            float sum_x[NT][2];
+#pragma unroll
+            for (int j = 0; j < NT; j++) sum_x[j][0] = ones[h][j][0], sum_x[j][1] = ones[h][j][1];
+#pragma unroll
+            for (int r = 0; r < RT; r++) {
+              float s[2], o[2] = {};
+#pragma unroll
+              for (int half = 0; half < 2; half++) {
+                s[half] = scale_of(2 * r + half, block + h);
+                if constexpr (SUMS_X) o[half] = offset_of(2 * r + half, block + h);
+              }
+              close_block(acc[r], d[h][r], sum_x, s, o);
+            }
           }
         }
       }
+    };
+    if constexpr (FOLDS && POWERS) {  // bytes from 64 to 127
+      constexpr u32 TOPS = 0xC0C0C0C0u & (SCALE_BYTES < 4 ? (1u << 8 * SCALE_BYTES % 32) - 1 : ~0u);
+      u32 others = 0;
+#pragma unroll
+      for (int i = 0; i < 2 * RT; i++)
+#pragma unroll
+        for (int j = 0; j < (SCALE_BYTES + 3) / 4; j++) others |= held_scales[i].words[j] ^ 0x40404040u;
+      if (__any_sync(~0u, others & TOPS)) {
+        multiply_chunk(Is<true>());
+        continue;
+      }
     }
+    if constexpr (FOLDS && HALVES && HELD)
+#pragma unroll
+      for (int i = 0; i < 2 * RT; i++)
+        if (t > 1) held_scales[i].second();
+    multiply_chunk(Is<false>());
   }
 
   asm volatile("cp.async.wait_group 0;" ::: "memory");

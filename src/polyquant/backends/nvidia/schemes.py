@@ -128,11 +128,9 @@ def kind_of(scheme: QuantScheme) -> CodeKind | None:
 
 
 def kind_of_few(scheme: QuantScheme) -> CodeKind | None:
-    """How mma.cu decodes: e2m1 by its bits, but by a table where e4m3 scales multiply the numbers
-    one by one, which is more work (8192 x 8192, one row: 16.1 us, by a table 15.5)."""
+    """How mma.cu decodes: e2m1 by its bits, which its scale enters, not by a table of pairs."""
     kind = kind_of(scheme)
-    is_exact = scheme.scale is ScaleDtype.UE4M3 and scheme.offset is None
-    if kind is None or kind.mantissa != 1 or is_exact:
+    if kind is None or kind.mantissa != 1:
         return kind
     return kind._replace(number=_MINIFLOAT)
 
