@@ -19,8 +19,8 @@ _WHOLE_ROW = 1 << 30
 #: Offsets that take the sum of x over a block.
 SUMMING = (_FLOAT_ZERO, _BIAS)
 #: Rows of x above which dequantizing the weight for cuBLAS is quicker (8192 x 8192, H200): by
-#: mma.cu, by mma_n.cu, and by wgmma.cu, which takes bf16 (no more were measured); of 5 to 7 bits,
-#: and of 8 bits in blocks along the input axis, which take longest to become numbers.
+#: mma.cu, by mma_n.cu, and by wgmma.cu, which takes bf16 (no more were measured); and of 5 to 7
+#: bits, which take longest to become numbers.
 MOST_BY_MMA, _MOST_BY_N, _MOST_BY_WGMMA, _MOST_OF_SLOW = 64, 32, 8192, 2048
 _ENTERING = ("bfloat16", "float16", "float32")
 
@@ -60,8 +60,7 @@ def most_rows(entering: str, scheme: QuantScheme, *, by_n: bool) -> int:
         return MOST_BY_MMA
     kind = kind_of(scheme)
     bits = 0 if kind is None else kind.bits
-    in_blocks = scheme.block is not None and scheme.block[-1] != -1
-    return _MOST_OF_SLOW if 4 < bits < 8 or (bits == 8 and in_blocks) else _MOST_BY_WGMMA
+    return _MOST_OF_SLOW if 4 < bits < 8 else _MOST_BY_WGMMA
 
 
 def _why_not_by_n(entering: QuantScheme | str, scheme: QuantScheme) -> str | None:
