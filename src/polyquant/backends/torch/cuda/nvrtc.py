@@ -24,7 +24,7 @@ class Function(NamedTuple):
     threads: int
     shared_bytes: int
     device: int
-    can_be_early: bool = True
+    can_be_early: bool
 
 
 @lru_cache(maxsize=512)
