@@ -479,7 +479,7 @@ def test_every_way_to_cut_a_product(scheme: str) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("m", [64, 512])
+@pytest.mark.parametrize("m", [5, 16, 64, 512])
 @pytest.mark.parametrize("scheme", ["mxfp8", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4"])
 def test_every_code_under_every_power_of_two(scheme: str, m: int) -> None:
     """An identity's rows give the weight's values, rounded to bfloat16; NaN spoils its line.
