@@ -12,6 +12,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,20 @@ def test_two_threads_do_not_allow_each_other_tf32() -> None:
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"rows": [[0, 4,', '{"rows": [[0, 4, 8, 8, 1, [1], 2.0]]}', "[]"]
+)
+def test_tiles_of_another_version_are_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from polyquant.backends.nvidia.tiles import own_path, table
+
+    monkeypatch.setenv("PQ_CACHE", str(tmp_path))
+    own_path("A GPU").write_text(text)
+    with pytest.raises(pq.errors.UnreadableFile, match=r"pq\.tune"):
+        table("A GPU")
 
 
 def test_tiles_come_from_the_nearest_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ class QTensor(LayoutMethods, ComputeMethods, Protocols):
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of a QTensor without axes")
+            raise TypeError("len() of a QTensor without axes: its number is .dequantize()")
         return self.shape[0]
 
     # -- parts --------------------------------------------------------------------------------

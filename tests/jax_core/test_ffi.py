@@ -229,3 +229,16 @@ def test_many_programs_at_once() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [((0,), (0, 3, 128)), ((0,), (128,)), ((0,), (3, 128)), ((0, 2), (1, 2, 3, 128))],
+)
+def test_products_with_no_weights_are_empty(batch: tuple[int, ...], rows: tuple[int, ...]) -> None:
+    weight = pq.quantize(np.zeros((*batch, 96, 128), np.float32), "q4s-32").to("jax:cpu").mT
+    x = jnp.ones(rows, jnp.float32)
+    y = jax.jit(lambda x, weight: x @ weight)(x, weight)
+    assert y.shape == np.matmul(x, np.zeros(weight.shape, np.float32)).shape
+    assert jax.jit(jax.grad(lambda x: (x @ weight).sum()))(x).shape == rows
+    assert jax.vmap(lambda x: x @ weight)(x[None]).shape == (1, *y.shape)

@@ -35,6 +35,8 @@ def matmul(by_rows: ByRows, x: Array, weight: QTensor, kind: Any) -> Array:
     batch = weight.shape[:-2]
     rows = x[None] if x.ndim == 1 else x
     whole = np.broadcast_shapes(rows.shape[:-2], batch)
+    if 0 in batch:  # no weight, and no number of rows of each
+        return jnp.zeros((*whole, *x.shape[-2:-1], n), kind)
     of_weight = (1,) * (len(whole) - len(batch)) + batch
     own = [i for i, extent in enumerate(of_weight) if extent > 1]
     order = [*own, *(i for i in range(len(whole)) if i not in own)]  # what is no batch is rows

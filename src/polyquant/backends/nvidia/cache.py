@@ -32,11 +32,11 @@ def kept(parts: tuple[bytes, ...], make: Callable[[], bytes]) -> bytes:
             return stored[_DIGEST:]
     made = make()
     with suppress(OSError, RuntimeError):
-        _write(folder() / "kernels" / name, hashlib.sha256(made).digest() + made)
+        write(folder() / "kernels" / name, hashlib.sha256(made).digest() + made)
     return made
 
 
-def _write(path: Path, stored: bytes) -> None:
+def write(path: Path, stored: bytes) -> None:
     """Whoever reads meanwhile sees all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

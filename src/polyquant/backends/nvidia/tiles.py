@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyquant.backends.nvidia import cache
+from polyquant.errors import UnreadableFile
 
 #: Up to so many rows of x the table holds one way to cut a shape, the quickest.
 MOST_OF_ONE_WAY = 32
@@ -129,10 +130,22 @@ def columns_of(bits: int, m: int, n: int, capability: tuple[int, int]) -> Tiles:
 
 @lru_cache(maxsize=16)
 def table(gpu: str) -> tuple[Row, ...]:
-    """The rows that a GPU of that name chooses by: its own where one was tuned."""
+    """The rows that a GPU of that name chooses by: its own where one was tuned.
+
+    Raises UnreadableFile where its own are not such as this version writes.
+    """
     own = own_path(gpu)
-    found = json.loads((own if own.exists() else COMMITTED).read_text(encoding="utf-8"))
-    return tuple(row_of(row) for row in found["rows"])
+    if not own.exists():
+        return _rows(COMMITTED)
+    try:
+        return _rows(own)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = f"it holds no tiles of this version ({error}); delete it, or call pq.tune again"
+        raise UnreadableFile(path=str(own), reason=reason) from error
+
+
+def _rows(path: Path) -> tuple[Row, ...]:
+    return tuple(row_of(row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
 
 
 def row_of(numbers: list[Any]) -> Row:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from polyquant import standard
+from polyquant.backends.nvidia import cache
 from polyquant.backends.nvidia.schemes import kind_of_few
 from polyquant.backends.nvidia.tiles import (
     MOST_OF_ONE_WAY,
@@ -53,9 +54,8 @@ def tune(
             for n, k in shapes:
                 rows += _measured(scheme, n, k, place)
     path = path or own_path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n  ".join(json.dumps(row) for row in rows)
-    path.write_text(f'{{"gpu": {json.dumps(name)}, "rows": [\n  {lines}\n]}}\n', encoding="utf-8")
+    cache.write(path, f'{{"gpu": {json.dumps(name)}, "rows": [\n  {lines}\n]}}\n'.encode())
     table.cache_clear()
     tiles_of.cache_clear()
     return path
