@@ -35,6 +35,8 @@ _ROWS = {
     "mma.cu, scales of e4m3": ((9,), "nvfp4", MMA),
     "wgmma.cu": ((50, 130, 300), "q4s-32", MMA),
     "wgmma.cu, table": ((200,), "nf4", MMA),
+    "wgmma.cu, 8 bits": ((64,), "q8s-32", MMA),
+    "wgmma.cu, powers of two": ((64,), "mxfp8", MMA),
     "cublas": ((300,), "q4s-32", "torch.triton.cublas"),
 }
 #: Rows of x, its scheme, that of a weight (out, in), and the kernel.
@@ -59,6 +61,7 @@ PAIRS = (
     (8, "e4m3/1x128:f32", "fp8-128x128", "torch.triton.fp8"),
     (130, "fp8-row", "fp8-row", "torch.cublas.fp8"),
     (8, "fp8-row", "mxfp4", "torch.cublas.bf16"),
+    (8, "fp8-row", "nf4", "torch.nvrtc.rows_f32"),
 )
 #: x (bf16, or its scheme), a weight, and cuts whose blocks of threads share k in clusters, share an
 #: operand, or have several parts.
@@ -127,6 +130,7 @@ def conversions() -> dict[str, Callable[[], torch.Tensor]]:
         "fp8-128x128",
         "q8s-tensor",
         "nf4-double",
+        "u4/32:(u6/8:f16)+bias:(q6s/8:f16)",
         "mxfp6-e3m2",
     )
     found: dict[str, Callable[[], torch.Tensor]] = {

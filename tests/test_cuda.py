@@ -71,7 +71,7 @@ def _inputs(scheme: str, kinds: tuple[str, ...]) -> list[Any]:
         (_problem("matmul", "nvfp4", left="float16"), "torch.nvrtc.mma"),
         (_problem("matmul", "q4s", left="float32"), "torch.nvrtc.mma"),
         (_problem("matmul", "q4s", left="float64"), "definition.matmul"),
-        (_problem("matmul", "nf4", left="float32"), "torch.triton.cublas"),
+        (_problem("matmul", "nf4", left="float32"), "torch.nvrtc.mma"),
         (_problem("matmul", "q4s", sizes=(8192, 4096, 4096)), "torch.nvrtc.mma"),
         (_problem("matmul", "q4s", sizes=(8193, 4096, 4096)), "torch.triton.cublas"),
         (_problem("matmul", "q8s-row", sizes=(4096, 4096, 4096)), "torch.nvrtc.mma"),

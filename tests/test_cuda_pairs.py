@@ -26,9 +26,9 @@ needs_gpu = pytest.mark.skipif(not IS_GPU, reason="torch sees no GPU")
 DEVICE = "torch:cuda:0" if IS_GPU else "torch:cpu"
 
 
-def _chosen(values: tuple[str, str], m: int) -> str | None:
+def _chosen(values: tuple[str, str], m: int, result: str = "") -> str | None:
     left, right = map(as_scheme, values)
-    problem = Problem("matmul", "cuda", left, right, ((0, 1), (1, 0)), m, 4096, 4096)
+    problem = Problem("matmul", "cuda", left, right, ((0, 1), (1, 0)), m, 4096, 4096, result=result)
     return explain_problem("torch", problem).kernel
 
 
@@ -132,12 +132,68 @@ def test_blocks_of_fp8_by_cublas(shape: tuple[int, int, int], dtype: str) -> Non
         (("mxfp8", "mxfp4"), "torch.nvrtc.pairs"),
         (("fp8-row", "q8s-row"), "torch.nvrtc.pairs"),
         (("q4s-row", "q8s-row"), "torch.triton.int8"),
-        (("fp8-row", "nvfp4"), "torch.triton.cublas"),
+        (("fp8-row", "nvfp4"), "torch.nvrtc.rows_f32"),
         (("q8s/96:f16", "q8s-row"), "torch.triton.int8"),
     ],
 )
 def test_which_kernel_multiplies_few_quantized_rows(values: tuple[str, str], kernel: str) -> None:
     assert _chosen(values, 64) == kernel
+
+
+@pytest.mark.parametrize(
+    ("m", "values", "kernel"),
+    [
+        (1, ("q8s-row", "u4/32:f16-zero:u4"), "torch.nvrtc.rows_bf16"),
+        (300, ("nvfp4", "nvfp4"), "torch.nvrtc.rows_bf16"),
+        (300, ("q8s-row", "u4/32:f16+bias:f16"), "torch.triton.cublas_bf16"),
+        (300, ("q8s-row", "q8s-row"), "torch.nvrtc.int8"),
+        (1 << 18, ("nf4", "nf4"), "torch.triton.cublas_bf16"),
+    ],
+)
+def test_which_kernel_multiplies_two_quantized_to_bfloat16(
+    m: int, values: tuple[str, str], kernel: str
+) -> None:
+    assert _chosen(values, m, "bfloat16") == kernel
+    assert "bf16" not in str(_chosen(values, m, "float16"))
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("values", "kernels"),
+    [
+        (("nf4", "nf4-double"), ("rows_bf16", "rows_f32", "cublas_bf16")),
+        (("nvfp4", "nvfp4"), ("rows_bf16", "rows_f32", "cublas_bf16")),
+        (("q8s-row", "u4/32:f16-zero:u4"), ("rows_bf16", "rows_f32", "cublas_bf16")),
+        (("mxfp6-e2m3", "u4/32:f16+bias:f16"), ("rows_bf16", "rows_f32", "cublas_bf16")),
+        (("u4/32:(u6/8:f16)", "q4s/5:f16"), ("cublas_bf16",)),
+    ],
+)
+def test_products_of_values_of_two_quantized(
+    values: tuple[str, str], kernels: tuple[str, ...]
+) -> None:
+    for m, n, k in ((1, 70, 256), (33, 33, 200), (64, 257, 1056)):
+        a, b = map(_operand, values, ((m, k), (n, k)))
+        left, right = a.to(DEVICE), b.to(DEVICE).mT
+        for name in kernels:
+            owner = "torch.triton" if "cublas" in name else "torch.nvrtc"
+            dtype = "bfloat16" if "bf16" in name else "float32"
+            y = pq.matmul(left, right, out_dtype=dtype, kernel=f"{owner}.{name}")
+            assert not _error(y, a, b, dtype, dtype), (name, m, n, k)
+        assert not _error(pq.matmul(left, right), a, b, "float32", None)
+
+
+@needs_gpu
+def test_linear_of_quantized_activations_and_a_bias() -> None:
+    """The result's dtype says how values enter, not that of the sum with the bias."""
+    w = _operand("nf4", (70, 256))
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(70, device="cuda", dtype=torch.bfloat16)
+    a = pq.quantize(x, "q8s-row")
+    y = pq.linear(x, w.to(DEVICE), bias, activations="q8s-row")
+    host = pq.arrays.backend("torch").to_host(y.double())
+    wanted = a.to("numpy").dequantize("float64") @ w.dequantize("float64").T
+    wanted += bias.double().cpu().numpy()
+    assert np.abs(host - wanted).max() < 2.0**-6 * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,20 @@ def test_problems_state_the_facts() -> None:
     assert problem.layout == (None, (1, 0))
     assert str(problem) == "matmul of float32 x q4s/32:f16 on cpu, m<=4 n<=16 k<=64"
     assert hash(problem) == hash(dispatch.matmul_problem(floats((4, 64)), weight().T, "numpy"))
+    kinds = ("bfloat16", np.dtype("float16"), np.float16, "float32", None)
+    both = [dispatch.matmul_problem(weight(), weight().T, "numpy", kind) for kind in kinds]
+    assert [each.result for each in both] == ["bfloat16", "float16", "float16", "", ""]
+    assert str(both[1]).endswith("k<=64, float16")
+    assert dispatch.matmul_problem(floats((3, 64)), weight().T, "numpy", "float16").result == ""
+
+
+def test_products_to_a_dtype_are_remembered_apart() -> None:
+    x, w = floats((3, 64)), weight().T
+    made = {kind: pq.matmul(x, w, out_dtype=kind).dtype for kind in (None, "float16", np.float64)}
+    again = {kind: pq.matmul(x, w, out_dtype=kind).dtype for kind in made}
+    assert made == again == {None: "float32", "float16": "float16", np.float64: "float64"}
+    with pytest.raises(pq.errors.PolyquantError):
+        pq.matmul(x, w, out_dtype=["float32"])
 
 
 # -- explain, supports, devices ---------------------------------------------------------------

@@ -189,12 +189,13 @@ def namespace(array: Array) -> Any:
 
 def dtype_name(array: Array) -> str:
     """The name of an array's dtype without its library: "float32", "bfloat16", "uint8"."""
-    return _dtype_name(array.dtype)
+    return name_of_dtype(array.dtype)
 
 
 @lru_cache(maxsize=256, typed=True)  # NumPy takes 8 us to spell a dtype out
-def _dtype_name(kind: Hashable) -> str:
-    name = getattr(kind, "name", None)
+def name_of_dtype(kind: Hashable) -> str:
+    """The same of a dtype, or of the type of a scalar, which NumPy and JAX take for one."""
+    name = getattr(kind, "name", None) or getattr(kind, "__name__", None)
     return name if isinstance(name, str) else str(kind).rpartition(".")[2]
 
 

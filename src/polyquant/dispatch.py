@@ -25,6 +25,7 @@ from polyquant.arrays import (
     device_kind,
     dtype_name,
     find_backend,
+    name_of_dtype,
 )
 from polyquant.errors import (
     AlreadyQuantized,
@@ -371,7 +372,9 @@ def operand_of(x: Any) -> Operand:
 
 
 @lru_cache(maxsize=4096)
-def product_problem(a: Operand, b: Operand, device: str, transformed: bool) -> Problem:
+def product_problem(
+    a: Operand, b: Operand, device: str, transformed: bool, result: str = ""
+) -> Problem:
     """The facts of a product. Raises ShapeMismatch."""
     check_product("matmul", a.shape, b.shape)
     # Beside a matrix all leading axes of ``a`` are rows.
@@ -382,7 +385,7 @@ def product_problem(a: Operand, b: Operand, device: str, transformed: bool) -> P
     sizes = (bucket(m), bucket(n), bucket(a.shape[-1]))
     kind = device_kind(device)
     step = _step(a.shape[-1])
-    return Problem("matmul", kind, a.what, b.what, layout, *sizes, "", transformed, step)
+    return Problem("matmul", kind, a.what, b.what, layout, *sizes, "", transformed, step, result)
 
 
 def _step(extent: int) -> int:
@@ -390,11 +393,17 @@ def _step(extent: int) -> int:
     return math.gcd(extent, 512) if isinstance(extent, int) else 0
 
 
-def matmul_problem(a: Any, b: Any, device: str, *, transformed: bool = False) -> Problem:
-    """The facts of a product of two arrays or QTensors. Raises ShapeMismatch."""
+def matmul_problem(
+    a: Any, b: Any, device: str, kind: Any = None, *, transformed: bool = False
+) -> Problem:
+    """The facts of a product of two arrays or QTensors, rounded to ``kind``, a dtype of theirs
+    (float32 where both are quantized). Raises ShapeMismatch."""
     # A tracer's extents may be symbols, which no cache can hold.
     facts_of_product = product_problem.__wrapped__ if transformed else product_problem
-    return facts_of_product(operand_of(a), operand_of(b), device, transformed)
+    both = kind is not None and isinstance(a, QTensor) and isinstance(b, QTensor)
+    name = name_of_dtype(kind) if both else ""
+    result = "" if name == "float32" else name
+    return facts_of_product(operand_of(a), operand_of(b), device, transformed, result)
 
 
 def one_operand_problem(

@@ -23,6 +23,8 @@ class Problem(NamedTuple):
     ``transformed`` says that a library's transformation watches the operands (autograd, a tracer,
     vmap), which must see the op as one. ``step`` is the largest power of two, up to 512, that
     divides the summed extent: what lines of codes are aligned to; 0 where it is not known.
+    ``result`` is the dtype to which a product of two quantized operands is rounded, where that is
+    not float32.
     """
 
     op: str
@@ -36,11 +38,12 @@ class Problem(NamedTuple):
     option: str = ""
     transformed: bool = False
     step: int = 0
+    result: str = ""
 
     def __str__(self) -> str:
         operands = f"{self.a}" if self.b is None else f"{self.a} x {self.b}"
         size = f", m<={self.m} n<={self.n} k<={self.k}" if self.op == "matmul" else ""
-        option = f", {self.option}" if self.option else ""
+        option = "".join(f", {each}" for each in (self.option, self.result) if each)
         watched = ", transformed" if self.transformed else ""
         return f"{self.op} of {operands} on {self.device_kind}{size}{option}{watched}"
 

@@ -214,7 +214,8 @@ def _product(a: Any, b: Any, kind: Any, activations: QuantScheme | None) -> Arra
     owner = check_one_device("matmul", (("a", a), ("b", b)))  # what a tracer stood for, too
     left = a if activations is None else quantize_plain(a, activations)
     is_watched = is_transformed(owner, left, b)
-    problem = matmul_problem(left, b, device_among(owner, left, b), transformed=is_watched)
+    device = device_among(owner, left, b)
+    problem = matmul_problem(left, b, device, kind, transformed=is_watched)
     kernel = choose(owner.name, problem, below=BELOW)
     is_of_rows = not isinstance(left, QTensor) and isinstance(b, QTensor)
     if is_watched and is_of_rows and kernel.name.startswith(OPAQUE):

@@ -48,14 +48,16 @@ def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) 
     if is_compiling():
         return compiled().matmul(a, b, out_dtype, kernel)
     plan = None
-    if out_dtype is None and kernel is None:
-        key: tuple[Hashable, ...] = (facts_of(a), facts_of(b))
+    is_known = kernel is None and isinstance(out_dtype, Hashable)
+    if is_known:
+        asked = "" if out_dtype is None else out_dtype
+        key: tuple[Hashable, ...] = (facts_of(a), facts_of(b), asked)
         if a.__class__ is QTensor is b.__class__:  # no array among them says what watches the call
             key = (*key, facts_of(a.data))
         plan = plans().get(key)
     if plan is None:
         plan = _plan_product(a, b, out_dtype, kernel)
-        if out_dtype is None and kernel is None:
+        if is_known:
             _remember(key, plan)
     result = plan[0](a, b, plan[1])
     return quantized_again(result, (a, b)) if propagates() else result
@@ -67,7 +69,7 @@ def _plan_product(a: Any, b: Any, out_dtype: Any, kernel: str | None) -> _Plan:
     check_kernel_name(kernel)
     device = device_among(owner, a, b)
     native = _result_dtype(a, b, out_dtype)
-    problem = matmul_problem(a, b, device, transformed=is_transformed(owner, a, b))
+    problem = matmul_problem(a, b, device, native, transformed=is_transformed(owner, a, b))
     return choose(owner.name, problem, kernel).run, native
 
 
@@ -136,10 +138,11 @@ def _plan_linear(x: Any, weight: Any, bias: Any, activations: Any) -> _Plan:
     is_watched = is_transformed(owner, *given)
     if activations is not None and not is_watched:
         return _plan_activations(x, weight, bias, as_scheme(activations))
-    problem = matmul_problem(x, weight.mT, device, transformed=is_watched)
+    native = _result_dtype(x, weight, None)
+    problem = matmul_problem(x, weight.mT, device, native, transformed=is_watched)
     if is_watched:
         return choose(owner.name, problem._replace(op="linear")).run, activations
-    run, native = choose(owner.name, problem).run, _result_dtype(x, weight, None)
+    run = choose(owner.name, problem).run
     if bias is None:
         return lambda x, weight, bias, native: run(x, weight.mT, native), native
     if bias.dtype == native == wide_of(bias, native) and owner.name != "jax":
@@ -156,7 +159,8 @@ def _plan_activations(x: Any, weight: Any, bias: Any, scheme: QuantScheme) -> _P
     owner = backend_of(x)
     device = owner.device_of(x)
     kernel = choose(owner.name, one_operand_problem("quantize", x, device, str(scheme)))
-    product = choose(owner.name, matmul_problem(left, weight.mT, device))
+    native = _result_dtype(x, weight, None)
+    product = choose(owner.name, matmul_problem(left, weight.mT, device, native))
 
     def quantize_and_multiply(x: Any, weight: Any, bias: Any, native: Any) -> Array:
         if product.rounds is not None:
@@ -167,7 +171,7 @@ def _plan_activations(x: Any, weight: Any, bias: Any, scheme: QuantScheme) -> _P
         left, _ = by_ranges(kernel, x, scheme, None, owner)
         return product.run(left, weight.mT, native)
 
-    return quantize_and_multiply, _result_dtype(x, weight, None)
+    return quantize_and_multiply, native
 
 
 def check_linear(x: Any, weight: Any, bias: Any) -> None:
@@ -195,7 +199,7 @@ def multiply_and_add(x: Any, weight: Any, bias: Any, activations: Any) -> Array:
     if bias is None:
         return multiply(left, transposed, native)
     xp, wide = namespace(bias), wide_of(bias, native)
-    total = multiply(left, transposed, wide)
+    total = _kernel_for(left, transposed, native)(left, transposed, wide)
     # JAX can be set to refuse arrays of fewer axes beside others.
     row = xp.reshape(xp.astype(bias, wide, copy=False), (1,) * (total.ndim - 1) + (-1,))
     return xp.astype(total + row, native, copy=False)
@@ -218,9 +222,14 @@ def check_operands(a: Any, b: Any) -> None:
 
 def multiply(a: Any, b: Any, native: Any) -> Array:
     """The product of two operands that were checked, by the kernels for plain ones."""
+    return _kernel_for(a, b, native)(a, b, native)
+
+
+def _kernel_for(a: Any, b: Any, native: Any) -> Callable[..., Array]:
+    """What multiplies two operands that were checked, where the result is rounded to ``native``."""
     owner = backend_of(a.data if isinstance(a, QTensor) else a)
-    problem = matmul_problem(a, b, device_among(owner, a, b))
-    return choose(owner.name, problem).run(a, b, native)
+    problem = matmul_problem(a, b, device_among(owner, a, b), native)
+    return choose(owner.name, problem).run
 
 
 def operator_matmul(a: Any, b: Any) -> Any:

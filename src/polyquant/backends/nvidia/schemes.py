@@ -22,21 +22,18 @@ SUMMING = (_FLOAT_ZERO, _BIAS)
 #: mma.cu, by mma_n.cu, and by wgmma.cu, which takes bf16 (no more were measured); and of 5 to 7
 #: bits, which take longest to become numbers.
 MOST_BY_MMA, _MOST_BY_N, _MOST_BY_WGMMA, _MOST_OF_SLOW = 64, 32, 8192, 2048
+#: Bytes of a dequantized operand above which it is made and multiplied in tiles.
+MOST_BYTES = 256 << 20
 _ENTERING = ("bfloat16", "float16", "float32")
 
 
-def why_not(problem: Problem, *, splits_tables: bool = False) -> str | None:
-    """Why the kernel cannot run a product, or None.
-
-    ``splits_tables``: beside float32 it runs once for each part of a table's entries.
-    """
+def why_not(problem: Problem) -> str | None:
+    """Why the kernel cannot run a product, or None."""
     scheme = problem.b
     if not isinstance(scheme, QuantScheme) or isinstance(problem.a, QuantScheme):
         return "it multiplies a float by a quantized weight"
     if problem.a not in _ENTERING:
         return f"it takes bfloat16, float16 and float32, not {problem.a}"
-    if problem.a == "float32" and scheme.mode is QuantMode.LOOKUP and not splits_tables:
-        return "a table's float32 entries do not enter a bf16 multiplier exactly"
     axes = problem.layout[1] or ()
     rank = len(axes)
     if rank < 2 or axes[:-2] != tuple(range(rank - 2)):

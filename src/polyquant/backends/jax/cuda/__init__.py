@@ -63,7 +63,7 @@ def _below(least: tuple[int, int]) -> tuple[int, int] | None:
 def _why_not(problem: Problem) -> str | None:
     if problem.device_kind != "gpu":
         return f"it is for GPUs, not {problem.device_kind}"
-    reason = schemes.why_not(problem, splits_tables=True)
+    reason = schemes.why_not(problem)
     if reason is not None:
         return reason
     if not problem.m or not problem.n or not problem.k:

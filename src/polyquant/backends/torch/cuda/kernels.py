@@ -175,6 +175,34 @@ def _why_not_bf16(problem: Problem) -> str | None:
     return pairing.why_not_bf16(problem) or _lacks_triton()
 
 
+def _why_not_rows(problem: Problem, entering: str) -> str | None:
+    """Why ``mma.cu`` does not multiply rows that the left one of two quantized operands becomes."""
+    if not isinstance(problem.a, QuantScheme) or not isinstance(problem.b, QuantScheme):
+        return "it multiplies two quantized operands"
+    if entering == "bfloat16" != problem.result:
+        return f"it rounds values to bfloat16, and the result is {problem.result or 'float32'}"
+    if problem.m * problem.k * (2 if entering == "bfloat16" else 4) > schemes.MOST_BYTES:
+        return "the left operand's values may take more than 256 MB"
+    rows = problem._replace(a=entering, layout=(None, *problem.layout[1:]))
+    return _why_not_scheme(problem.a) or _why_not_mma(rows)
+
+
+def _why_not_bf16_rows(problem: Problem) -> str | None:
+    return _why_not_rows(problem, "bfloat16")
+
+
+def _why_not_f32_rows(problem: Problem) -> str | None:
+    return _why_not_rows(problem, "float32")
+
+
+def _why_not_cublas_bf16(problem: Problem) -> str | None:
+    if not isinstance(problem.a, QuantScheme) or not isinstance(problem.b, QuantScheme):
+        return "it multiplies two quantized operands"
+    if problem.result != "bfloat16":
+        return f"it rounds values to bfloat16, and the result is {problem.result or 'float32'}"
+    return _why_not_cublas(problem)
+
+
 def _why_not_mma(problem: Problem) -> str | None:
     reason = schemes.why_not(problem) or _lacks_nvrtc()
     if reason is None and problem.m > schemes.MOST_BY_MMA:
@@ -239,6 +267,8 @@ def tune(device: str) -> Any:
 _FP8 = _product("paired", "matmul_fp8")
 _BLOCKWISE = _product("blockwise", "matmul")
 _WIDE = _product("wide", "matmul")
+_BF16 = "bfloat16"
+_ROWS_BF16, _IN_BF16 = _product("mma", "matmul_bf16"), _product("products", "matmul_bf16")
 KERNELS = (
     Kernel("torch.nvrtc.mma", "matmul", _why_not_mma, _product("mma", "matmul")),
     Kernel("torch.nvrtc.pairs", "matmul", _why_not_pairs, _product("pairs", "matmul")),
@@ -248,6 +278,9 @@ KERNELS = (
     Kernel("torch.triton.int8", "matmul", _why_not_block_int8, _BLOCKWISE),
     Kernel("torch.triton.fp8", "matmul", _why_not_block_fp8, _BLOCKWISE, entering="float16"),
     Kernel("torch.cublas.bf16", "matmul", _why_not_bf16, _product("paired", "matmul_bf16")),
+    Kernel("torch.nvrtc.rows_bf16", "matmul", _why_not_bf16_rows, _ROWS_BF16, entering=_BF16),
+    Kernel("torch.nvrtc.rows_f32", "matmul", _why_not_f32_rows, _product("mma", "matmul_f32")),
+    Kernel("torch.triton.cublas_bf16", "matmul", _why_not_cublas_bf16, _IN_BF16, entering=_BF16),
     Kernel("torch.triton.cublas", "matmul", _why_not_cublas, _product("products", "matmul")),
     Kernel(
         "torch.nvrtc.quantize", "quantize", _why_not_quantize, _quantize, looks=_quantize_and_look

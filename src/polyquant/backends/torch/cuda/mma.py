@@ -74,8 +74,30 @@ def matmul(x: torch.Tensor, weight: QTensor, dtype: torch.dtype) -> torch.Tensor
     return y.reshape(*(batch if batch else x.shape[:-2]), *x.shape[-2:-1], n)
 
 
+def matmul_bf16(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
+    """``a @ b``, the values of ``a`` as rows of bfloat16."""
+    return matmul(decode.dequantize(a, torch.bfloat16), b, dtype)
+
+
+def matmul_f32(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
+    """``a @ b``, the values of ``a`` as rows of float32."""
+    return matmul(decode.dequantize(a, torch.float32), b, dtype)
+
+
 def multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | None) -> None:
     """``y = x @ weight``, x (batch, m, k) or (m, k), by the given tiles or the table's."""
+    if x.dtype is not torch.float32 or weight.table is None:
+        _multiply(x, weight, y, tiles)
+        return
+    # Entries of float32 enter as three of bf16 that add up to them, a product for each.
+    parts = [torch.empty(y.shape, dtype=torch.float32, device=y.device) for _ in range(3)]
+    for part, table in zip(parts, split_planes(weight.table[None]).float(), strict=True):
+        _multiply(x, weight._replace(table=table), part, tiles)
+    torch.add(parts[2] + parts[1], parts[0], out=parts[0])
+    y.copy_(parts[0])
+
+
+def _multiply(x: torch.Tensor, weight: QTensor, y: torch.Tensor, tiles: Tiles | None) -> None:
     key = (x.shape, x.dtype, y.dtype, tiles)
     known = launches_of(weight)
     launch = known.get(key)

@@ -1,7 +1,7 @@
 """Products by cuBLAS of operands that Triton dequantizes first, tile by tile where they are large.
 
-For every scheme, rank and order of axes. A quantized operand enters in the dtype of the float one
-(float32 beside another quantized one); sums are float32.
+For every scheme, rank and order of axes. A quantized operand enters in the dtype of the float one;
+two of them in float32, or in bfloat16 where the result is; sums are float32.
 """
 
 from __future__ import annotations
@@ -14,18 +14,25 @@ from typing import Any
 import torch
 
 from polyquant import views
+from polyquant.backends.nvidia.schemes import MOST_BYTES
 from polyquant.backends.torch.cuda import decode
 from polyquant.qtensor import QTensor
 
-#: Bytes of a dequantized operand above which it is made and multiplied in tiles.
-MOST_BYTES = 256 << 20
 _TURN = RLock()
 
 
 def matmul(a: Any, b: Any, dtype: torch.dtype) -> torch.Tensor:
     """``a @ b``, either or both quantized, rounded to ``dtype``."""
     floats = [side for side in (a, b) if not isinstance(side, QTensor)]
-    entering = floats[0].dtype if floats else torch.float32
+    return _matmul(a, b, dtype, floats[0].dtype if floats else torch.float32)
+
+
+def matmul_bf16(a: QTensor, b: QTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same of two quantized operands whose values enter in bfloat16."""
+    return _matmul(a, b, dtype, torch.bfloat16)
+
+
+def _matmul(a: Any, b: Any, dtype: torch.dtype, entering: torch.dtype) -> torch.Tensor:
     with _precise():
         if isinstance(b, QTensor) and b.ndim == 2 and _is_large(b, entering):
             left = decode.dequantize(a, entering) if isinstance(a, QTensor) else a
