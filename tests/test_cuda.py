@@ -76,7 +76,10 @@ def _inputs(scheme: str, kinds: tuple[str, ...]) -> list[Any]:
         (_problem("matmul", "q4s", sizes=(8193, 4096, 4096)), "torch.triton.cublas"),
         (_problem("matmul", "q8s-row", sizes=(4096, 4096, 4096)), "torch.nvrtc.mma"),
         (_problem("matmul", "q8s-32", sizes=(4096, 4096, 4096)), "torch.nvrtc.mma"),
-        (_problem("matmul", "mxfp6-e3m2", sizes=(2049, 4096, 4096)), "torch.triton.cublas"),
+        (_problem("matmul", "mxfp6-e3m2", sizes=(1025, 4096, 4096)), "torch.triton.cublas"),
+        (_problem("matmul", "u4/32:f16+bias:f16", sizes=(32, 4096, 4096)), "torch.nvrtc.mma"),
+        (_problem("matmul", "u4/32:f16+bias:f16", sizes=(33, 4096, 4096)), "torch.triton.cublas"),
+        (_problem("matmul", "nf4", left="float32", sizes=(17, 64, 64)), "torch.triton.cublas"),
         (_problem("matmul", "q4s/7:f16"), "torch.triton.cublas"),
         (_problem("matmul", "q4s", layout=(None, (0, 1))), "torch.nvrtc.mma"),
         (_problem("matmul", "q4s", layout=(None, (0, 2, 1))), "torch.nvrtc.mma"),
@@ -474,10 +477,11 @@ def test_every_number_of_rows() -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("m", [1, 7, 16, 40, 64, 128, 200])
 @pytest.mark.parametrize(
     "scheme", ["q4s", "nf4", "nvfp4", "q8s-32", "u4/32:f16-zero:u4", "q3s/64:f16"]
 )
-def test_every_way_to_cut_a_product(scheme: str) -> None:
+def test_every_way_to_cut_a_product(scheme: str, m: int) -> None:
     """Tiles that the table may choose, on extents that are no multiples of any."""
     from polyquant.backends.nvidia import tiles
     from polyquant.backends.torch.cuda import mma
@@ -485,12 +489,11 @@ def test_every_way_to_cut_a_product(scheme: str) -> None:
     torch.manual_seed(8)
     for n, k in ((300, 1056), (64, 4096)):
         q, values = _operands(scheme, n, k)
-        for m in (1, 7, 16, 40, 64, 128, 200):
-            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            for chosen in tiles.candidates(q.scheme.bits, m):
-                y = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
-                mma.multiply(x, q.mT, y, chosen)
-                assert not _error(y, x, values), chosen
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        for chosen in tiles.candidates(q.scheme.bits, m):
+            y = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+            mma.multiply(x, q.mT, y, chosen)
+            assert not _error(y, x, values), chosen
 
 
 @needs_gpu

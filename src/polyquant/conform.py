@@ -523,7 +523,9 @@ def _other_orders(
     batch = _float(place, (2, 3, k), kind)
     yield from _products(place, scheme, f"{kind} (2, 3, {k}) x w", batch, weight, kind)
     turned = _Operand(weight.there.mT, np.swapaxes(weight.values, -1, -2))
-    yield from _products(place, scheme, f"quantized ({k}, {n}) x w.mT", weight, turned, kind)
+    for result in (kind, "bfloat16")[: 1 + ("bfloat16" in place.dtypes)]:
+        what = f"quantized ({k}, {n}) x w.mT to {result}"
+        yield from _products(place, scheme, what, weight, turned, result)
     empty = _float(place, (0, k), kind)
     yield from _products(place, scheme, f"{kind} (0, {k}) x w", empty, weight, kind)
 
@@ -543,7 +545,7 @@ def _products(
 ) -> Iterator[Result]:
     for kernel in place.kernels("matmul"):
         try:
-            y = matmul(a.there, b.there, kernel=kernel.name)
+            y = matmul(a.there, b.there, out_dtype=kind, kernel=kernel.name)
         except KernelRefused:
             continue
         entering = "float32" if kernel.name.startswith("definition") else kernel.entering or kind

@@ -19,9 +19,10 @@ _WHOLE_ROW = 1 << 30
 #: Offsets that take the sum of x over a block.
 SUMMING = (_FLOAT_ZERO, _BIAS)
 #: Rows of x above which dequantizing the weight for cuBLAS is quicker (8192 x 8192, H200): by
-#: mma.cu, by mma_n.cu, and by wgmma.cu, which takes bf16 (no more were measured); and of 5 to 7
-#: bits, which take longest to become numbers.
-MOST_BY_MMA, _MOST_BY_N, _MOST_BY_WGMMA, _MOST_OF_SLOW = 64, 32, 8192, 2048
+#: mma.cu, by mma_n.cu, and by wgmma.cu, which takes bf16 (no more were measured); of 5 to 7 bits,
+#: which take longest to become numbers; of offsets that are floats; and of tables in three parts.
+MOST_BY_MMA, _MOST_BY_N, _MOST_BY_WGMMA, _MOST_OF_SLOW = 64, 32, 8192, 1024
+_MOST_SUMMING, _MOST_IN_PARTS = 32, 16
 #: Bytes of a dequantized operand above which it is made and multiplied in tiles.
 MOST_BYTES = 256 << 20
 _ENTERING = ("bfloat16", "float16", "float32")
@@ -53,7 +54,11 @@ def most_rows(entering: str, scheme: QuantScheme, *, by_n: bool) -> int:
     """Rows of x that a product takes. ``by_n``: whether the weight is stored (in, out)."""
     if by_n:
         return _MOST_BY_N
-    if entering != "bfloat16" or offset_of(scheme) in SUMMING:
+    if entering == "float32" and scheme.mode is QuantMode.LOOKUP:
+        return _MOST_IN_PARTS
+    if offset_of(scheme) in SUMMING:
+        return _MOST_SUMMING
+    if entering != "bfloat16":
         return MOST_BY_MMA
     kind = kind_of(scheme)
     bits = 0 if kind is None else kind.bits

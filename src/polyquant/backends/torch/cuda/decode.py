@@ -382,7 +382,7 @@ def _decode(
     call = _call(q.scheme, laid, data.data_ptr() % 4 == 0, taken)
     scale, offset = (_inner(part) or _OUTER for part in grids)
     codes = [part.data if isinstance(part, QTensor) else part for part in grids]
-    early = rows is not None and _begins_early(data.device)
+    early = _begins_early(data.device)
     decode_kernel[call.grid](
         data,
         codes[0],

@@ -175,7 +175,7 @@ def _why_not_bf16(problem: Problem) -> str | None:
     return pairing.why_not_bf16(problem) or _lacks_triton()
 
 
-def _why_not_rows(problem: Problem, entering: str) -> str | None:
+def _why_not_as_rows(problem: Problem, entering: str) -> str | None:
     """Why ``mma.cu`` does not multiply rows that the left one of two quantized operands becomes."""
     if not isinstance(problem.a, QuantScheme) or not isinstance(problem.b, QuantScheme):
         return "it multiplies two quantized operands"
@@ -187,12 +187,17 @@ def _why_not_rows(problem: Problem, entering: str) -> str | None:
     return _why_not_scheme(problem.a) or _why_not_mma(rows)
 
 
-def _why_not_bf16_rows(problem: Problem) -> str | None:
-    return _why_not_rows(problem, "bfloat16")
+def _why_not_rows_bf16(problem: Problem) -> str | None:
+    if pairing.are_quicker(problem, has_wgmma=_lacks_wgmma() is None):
+        return "codes as they are are multiplied sooner"
+    return _why_not_as_rows(problem, "bfloat16")
 
 
-def _why_not_f32_rows(problem: Problem) -> str | None:
-    return _why_not_rows(problem, "float32")
+def _why_not_rows_f32(problem: Problem) -> str | None:
+    most = pairing.most_rows_f32(problem)
+    if problem.m > most:
+        return f"it is for up to {most} rows of two such operands"
+    return _why_not_as_rows(problem, "float32")
 
 
 def _why_not_cublas_bf16(problem: Problem) -> str | None:
@@ -271,16 +276,16 @@ _BF16 = "bfloat16"
 _ROWS_BF16, _IN_BF16 = _product("mma", "matmul_bf16"), _product("products", "matmul_bf16")
 KERNELS = (
     Kernel("torch.nvrtc.mma", "matmul", _why_not_mma, _product("mma", "matmul")),
+    Kernel("torch.nvrtc.rows_bf16", "matmul", _why_not_rows_bf16, _ROWS_BF16, entering=_BF16),
     Kernel("torch.nvrtc.pairs", "matmul", _why_not_pairs, _product("pairs", "matmul")),
     Kernel("torch.cublas.fp8", "matmul", _why_not_fp8, _FP8, entering="float16"),
     Kernel("torch.nvrtc.int8", "matmul", _why_not_wide_int8, _WIDE),
     Kernel("torch.nvrtc.fp8", "matmul", _why_not_wide_fp8, _WIDE, entering="float16"),
+    Kernel("torch.nvrtc.rows_f32", "matmul", _why_not_rows_f32, _product("mma", "matmul_f32")),
     Kernel("torch.triton.int8", "matmul", _why_not_block_int8, _BLOCKWISE),
     Kernel("torch.triton.fp8", "matmul", _why_not_block_fp8, _BLOCKWISE, entering="float16"),
-    Kernel("torch.cublas.bf16", "matmul", _why_not_bf16, _product("paired", "matmul_bf16")),
-    Kernel("torch.nvrtc.rows_bf16", "matmul", _why_not_bf16_rows, _ROWS_BF16, entering=_BF16),
-    Kernel("torch.nvrtc.rows_f32", "matmul", _why_not_f32_rows, _product("mma", "matmul_f32")),
     Kernel("torch.triton.cublas_bf16", "matmul", _why_not_cublas_bf16, _IN_BF16, entering=_BF16),
+    Kernel("torch.cublas.bf16", "matmul", _why_not_bf16, _product("planes", "matmul")),
     Kernel("torch.triton.cublas", "matmul", _why_not_cublas, _product("products", "matmul")),
     Kernel(
         "torch.nvrtc.quantize", "quantize", _why_not_quantize, _quantize, looks=_quantize_and_look

@@ -25,6 +25,8 @@ _LEAST_BLOCK = 128
 #: Rows up to which other kernels are quicker than cuBLAS: of codes under one scale, and else.
 _FEW_WHOLE, _FEW_FP8 = 64, 128
 _QUICKER_IN_BF16 = f"blocks of fewer than {_LEAST_BLOCK} under powers of two are quicker in bf16"
+#: Rows up to which values dequantized to float32 are quicker than three numbers of bf16 for each.
+_FEW_IN_PLANES = 128
 #: Blocks of x and of the weight that cuBLAS scales, and what k must be whole times of for it.
 _FP8_BLOCKS, _FP8_BLOCKS_K = ((1, 128), (128, 128)), 512
 #: Rows above which other kernels are quicker than pairs.cu: wide.cu, or blockwise.py for codes of
@@ -32,6 +34,8 @@ _FP8_BLOCKS, _FP8_BLOCKS_K = ((1, 128), (128, 128)), 512
 #: blocks, later for integers in short ones.
 _MOST_BYTES, _MOST_PAIRED, _MOST_ALONE = 16, 128, 1 << 20
 _MOST_CLOSED, _MOST_SHORT = 8, 32
+#: Rows up to which bfloat16 is quicker than codes of fewer than 8 bits that are widened before.
+_MOST_WIDENED = 512
 
 
 def by_powers(scheme: QuantScheme) -> bool:
@@ -79,19 +83,28 @@ def _why_not_fp8_blocks(schemes: Sequence[QuantScheme], step: int) -> str | None
 
 
 def why_not_bf16(problem: Problem) -> str | None:
-    """Why bf16 does not hold what is multiplied, scales of lines along k apart; or None."""
+    """Why cuBLAS does not multiply, in bf16, numbers of which some are three; or None."""
     if problem.layout != _BY_K:
         return _NOT_BY_K
-    for scheme in (problem.a, problem.b):
-        if not isinstance(scheme, QuantScheme):
-            return "both operands must be quantized"
-        if scheme.mode is not QuantMode.SYMMETRIC or isinstance(scheme.scale, QuantScheme):
-            return "it takes symmetric codes under scales that are numbers"
-        if by_powers(scheme) and scheme.tensor_scale is not None:
-            return f"it takes powers of two alone, not {scheme}"
-        if not by_powers(scheme) and scheme.block is not None and scheme.block != (-1,):
-            return "scales other than ue8m0 must be of a whole line along k, or of the whole tensor"
+    if not isinstance(problem.a, QuantScheme) or not isinstance(problem.b, QuantScheme):
+        return "both operands must be quantized"
+    if problem.m <= _FEW_IN_PLANES and not _are_held(problem):
+        return f"up to {_FEW_IN_PLANES} rows of numbers that bf16 does not hold float32 is quicker"
     return None
+
+
+def is_held(scheme: QuantScheme) -> bool:
+    """Whether bf16 holds what is multiplied, scales of lines along k apart."""
+    if scheme.mode is not QuantMode.SYMMETRIC or isinstance(scheme.scale, QuantScheme):
+        return False
+    if by_powers(scheme):
+        return scheme.tensor_scale is None
+    return scheme.block is None or scheme.block == (-1,)
+
+
+def _are_held(problem: Problem) -> bool:
+    sides = (problem.a, problem.b)
+    return all(isinstance(side, QuantScheme) and is_held(side) for side in sides)
 
 
 def why_not_blockwise(problem: Problem, values: tuple[QuantValue, ...]) -> str | None:
@@ -108,7 +121,7 @@ def why_not_blockwise(problem: Problem, values: tuple[QuantValue, ...]) -> str |
         block = scheme.block
         if block is not None and (len(block) > 2 or (block[-1] != -1 and block[-1] % 32)):
             return "its blocks must be of whole 32 values along the axis that is summed"
-        if _in_short_blocks(scheme) and why_not_bf16(problem) is None:
+        if _in_short_blocks(scheme) and _are_held(problem):
             return _QUICKER_IN_BF16
     if values == AS_INT8 and problem.k > _MOST_K:
         return f"sums of more than {_MOST_K} products may not fit int32"
@@ -129,7 +142,7 @@ def why_not_wide(problem: Problem, *, is_int: bool) -> str | None:
     if reason := _why_not_plain(left, right) or _why_not_wide_blocks(left, right):
         return reason
     is_short = right.bits == 8 and any(map(_in_short_blocks, (left, right)))
-    if is_short and why_not_bf16(problem) is None:
+    if is_short and _are_held(problem):
         return _QUICKER_IN_BF16
     if problem.step and problem.step * right.bits % 128:
         return "lines of codes must be whole 16 bytes"
@@ -198,7 +211,7 @@ def why_not_pairs(problem: Problem, *, has_wgmma: bool = True) -> str | None:
         return f"sums of more than {_MOST_K} products may not fit int32"
     is_long = not any(map(_in_short_blocks, (left, right)))
     widened = is_long and right.value in (AS_E4M3 if left.value.is_float else AS_INT8)
-    most = _MOST_PAIRED if widened or why_not_bf16(problem) is None else _MOST_ALONE
+    most = _MOST_PAIRED if widened or _are_held(problem) else _MOST_ALONE
     most = _MOST_BYTES if widened and right.bits == 8 else most
     is_int = not left.value.is_float
     if has_wgmma and why_not_wide(problem, is_int=is_int) is None:
@@ -210,6 +223,42 @@ def why_not_pairs(problem: Problem, *, has_wgmma: bool = True) -> str | None:
     if problem.m > most:
         return f"it is for up to {most} rows by codes of {right.bits} bits in such blocks"
     return why_not_codes(right, problem.step)
+
+
+def are_quicker(problem: Problem, *, has_wgmma: bool = True) -> bool:
+    """Whether codes as they lie are multiplied sooner than rows of bfloat16 that the left ones
+    become (8192 x 8192, H200)."""
+    left, right, m = problem.a, problem.b, problem.m
+    if not isinstance(left, QuantScheme) or not isinstance(right, QuantScheme):
+        return False
+    is_int, is_short = not left.value.is_float, any(map(_in_short_blocks, (left, right)))
+    in_blocks = any(_block_of(each)[1] != -1 for each in (left, right))
+    if why_not_fp8(problem) is None:
+        return True
+    if why_not_pairs(problem, has_wgmma=has_wgmma) is None:
+        few = _MOST_SHORT if right.bits == 8 else _MOST_BYTES
+        return (m <= few or not in_blocks) if is_int else not is_short
+    if has_wgmma and why_not_wide(problem, is_int=is_int) is None:
+        is_exact = right.value is QuantValue.E2M1 and by_powers(right)
+        return not is_short or (is_exact and m > _MOST_SHORT)
+    if in_blocks or not _is_for_triton(problem):
+        return False
+    return m > (_MOST_SHORT if right.bits == 8 else _MOST_WIDENED)
+
+
+def most_rows_f32(problem: Problem) -> int:
+    """Rows up to which rows of float32, that the left codes become, are quicker than what comes
+    after: Triton's kernel, which need not widen 8 bits, or cuBLAS."""
+    if not isinstance(problem.b, QuantScheme):
+        return 0
+    if _is_for_triton(problem):
+        return 0 if problem.b.bits == 8 else _MOST_BYTES
+    is_table = problem.b.mode is QuantMode.LOOKUP
+    return _MOST_BYTES if is_table or _are_held(problem) else _MOST_SHORT
+
+
+def _is_for_triton(problem: Problem) -> bool:
+    return any(why_not_blockwise(problem, each) is None for each in (AS_INT8, AS_E4M3))
 
 
 def _in_short_blocks(scheme: QuantScheme) -> bool:
