@@ -65,6 +65,9 @@ PAIRS = (
     ("q8s-row", "q4s-row"),
     ("fp8-row", "q4s/128:f16"),
     ("fp8-row", "mxfp4"),
+    ("q8s-32", "q4s-32"),
+    ("q8s-row", "nf4"),
+    ("nvfp4", "nvfp4"),
 )
 #: Speed-ups over cuBLAS bf16 at the first shape that were set beforehand, by rows of x.
 BARS: dict[tuple[str, ...], dict[int, float]] = {
@@ -237,7 +240,8 @@ def measure_pairs(n: int, k: int, made: dict[str, Any]) -> list[dict[str, Any]]:
             calls = {OURS: [partial(product, a, w) for w in weights], CUBLAS: linear(xs[m])}
             calls |= rivals_cuda.of_pair(left, a, weights)
             row = measured(f"{left} x {right}", (n, k, m), calls, made)
-            rows.append(row | {"kernel": pq.explain("matmul", a, weights[0]).kernel})
+            kernel = pq.explain("matmul", a, weights[0], out_dtype="bfloat16").kernel
+            rows.append(row | {"kernel": kernel})
     return rows
 
 

@@ -40,6 +40,7 @@ from polyquant.errors import (
     NotFloat,
     ShapeMismatch,
     UnknownName,
+    UnsupportedDtype,
 )
 from polyquant.kernel import Kernel, Problem, bucket
 from polyquant.qtensor import QTensor, checked, kind_of
@@ -418,8 +419,12 @@ def one_operand_problem(
     return Problem(op, kind, what, None, layout, option=option, transformed=transformed)
 
 
-def explain(op: str, *operands: Any) -> Explanation:
+def explain(op: str, *operands: Any, out_dtype: Any = None) -> Explanation:
     """Which kernel would run ``op`` on these operands, and why each other one would not.
+
+    Args:
+        out_dtype: of a product of two quantized operands, as ``matmul`` takes it: what it is
+            rounded to says how precisely values may enter.
 
     Runs nothing. Raises UnknownName for an op without kernels, InvalidArgument for too few
     operands, and what the operation itself refuses about devices, shapes and dtypes.
@@ -451,7 +456,10 @@ def explain(op: str, *operands: Any) -> Explanation:
         return explain_problem(owner.name, problem)
     second = as_right_operand(first, rest[0]) if op == "linear" else rest[0]
     check_product(op, first.shape, second.shape)
-    problem = matmul_problem(first, second, device, transformed=watched)
+    if out_dtype is not None and name_of_dtype(out_dtype) not in FLOAT_DTYPES:
+        known = ", ".join(FLOAT_DTYPES)
+        raise UnsupportedDtype(what="out_dtype", dtype=str(out_dtype), known=known)
+    problem = matmul_problem(first, second, device, out_dtype, transformed=watched)
     return explain_problem(owner.name, problem)
 
 

@@ -41,6 +41,10 @@ def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) 
     Batched and broadcast like NumPy's ``matmul``. The result has the float operand's dtype, float32
     if both are quantized; accumulation is in float32 or better.
 
+    Args:
+        out_dtype: another dtype of the result. Values of two quantized operands may then enter the
+            multiplier in it, if that is what a kernel is quick with (bfloat16 on a GPU).
+
     Raises:
         BackendMismatch, DeviceMismatch, ShapeMismatch, NotFloat, NotAnArray, UnsupportedDtype,
         NoKernel, KernelRefused: all before any work.
