@@ -456,9 +456,11 @@ def explain(op: str, *operands: Any, out_dtype: Any = None) -> Explanation:
         return explain_problem(owner.name, problem)
     second = as_right_operand(first, rest[0]) if op == "linear" else rest[0]
     check_product(op, first.shape, second.shape)
-    if out_dtype is not None and name_of_dtype(out_dtype) not in FLOAT_DTYPES:
-        known = ", ".join(FLOAT_DTYPES)
-        raise UnsupportedDtype(what="out_dtype", dtype=str(out_dtype), known=known)
+    if out_dtype is not None:
+        is_known = isinstance(out_dtype, Hashable) and name_of_dtype(out_dtype) in FLOAT_DTYPES
+        if not is_known:
+            known = ", ".join(FLOAT_DTYPES)
+            raise UnsupportedDtype(what="out_dtype", dtype=str(out_dtype), known=known)
     problem = matmul_problem(first, second, device, out_dtype, transformed=watched)
     return explain_problem(owner.name, problem)
 
