@@ -237,7 +237,7 @@ def are_quicker(problem: Problem, *, has_wgmma: bool = True) -> bool:
         return True
     if why_not_pairs(problem, has_wgmma=has_wgmma) is None:
         few = _MOST_SHORT if right.bits == 8 else _MOST_BYTES
-        return (m <= few or not in_blocks) if is_int else not is_short
+        return (m <= few or not in_blocks) if is_int else m <= _MOST_BYTES and not is_short
     if has_wgmma and why_not_wide(problem, is_int=is_int) is None:
         is_exact = right.value is QuantValue.E2M1 and by_powers(right)
         return not is_short or (is_exact and m > _MOST_SHORT)
