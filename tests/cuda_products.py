@@ -89,6 +89,9 @@ def products() -> dict[str, Callable[[], torch.Tensor]]:
     for name, (counts, scheme, kernel) in _ROWS.items():
         right = quantized(scheme, n, k).mT
         found |= {f"{name} {m}": (floats(m, k), right, kernel) for m in counts}
+        if "wgmma" in name and "table" not in name and "powers" not in name:
+            half = floats(counts[0], k, kind=torch.float16)
+            found[f"{name} {counts[0]} of float16"] = (half, right, kernel)
     in_out = quantized("q4s-32", k, 256)
     found |= {f"mma_n.cu {m}": (floats(m, k), in_out, MMA) for m in (1, 20)}
     for m, left, scheme, kernel in PAIRS:

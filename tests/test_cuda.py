@@ -69,6 +69,9 @@ def _inputs(scheme: str, kinds: tuple[str, ...]) -> list[Any]:
         (_problem("matmul", "q4s"), "torch.nvrtc.mma"),
         (_problem("matmul", "nf4"), "torch.nvrtc.mma"),
         (_problem("matmul", "nvfp4", left="float16"), "torch.nvrtc.mma"),
+        (_problem("matmul", "q4s", left="float16", sizes=(4096, 64, 64)), "torch.nvrtc.mma"),
+        (_problem("matmul", "int8", left="float16", sizes=(4096, 64, 64)), "torch.nvrtc.mma"),
+        (_problem("matmul", "nf4", left="float16", sizes=(65, 64, 64)), "torch.triton.cublas"),
         (_problem("matmul", "q4s", left="float32"), "torch.nvrtc.mma"),
         (_problem("matmul", "q4s", left="float64"), "definition.matmul"),
         (_problem("matmul", "nf4", left="float32"), "torch.nvrtc.mma"),
@@ -467,10 +470,10 @@ def test_products_of_few_rows(scheme: str, kind: str) -> None:
 @needs_gpu
 def test_every_number_of_rows() -> None:
     torch.manual_seed(2)
-    for scheme in ("q4s", "fp8-row"):
+    for scheme, kind in (("q4s", "bfloat16"), ("fp8-row", "bfloat16"), ("q8s-32", "float16")):
         q, values = _operands(scheme, 100, 352)
         for m in range(301):
-            x = torch.randn(m, 352, device="cuda", dtype=torch.bfloat16)
+            x = torch.randn(m, 352, device="cuda", dtype=getattr(torch, kind))
             y = pq.matmul(x, q.mT)
             assert y.shape == (m, 100)
             assert m == 0 or not _error(y, x, values)

@@ -325,14 +325,16 @@ __device__ __forceinline__ float entry_of(const float* table, int i) {
 }
 
 // Pairs of entries, LUT_COPIES times, so that each lane reads its own bank. For f16 they are scaled
-// to use its whole range; returns what undoes that.
+// to use its whole range (in wgmma.cu, whose scales multiply them, to about 1 where they are far from
+// it); returns what undoes that.
 __device__ __forceinline__ float build_lut(u32* lut, const float* table) {
   float undo = 1.0f;
 #if F16
   float top = 0.0f;
   for (int i = 0; i < 16; i++) top = fmaxf(top, fabsf(entry_of(table, i)));
   int exponent = (int)(__float_as_uint(top) >> 23) - 127;  // 2^exponent <= top < 2^(exponent + 1)
-  int up = min(max(14 - exponent, -126), 126);
+  const int wanted = !WIDE ? 14 : exponent >= 0 && exponent < 8 ? exponent : 0;
+  int up = min(max(wanted - exponent, -126), 126);
   float by = __uint_as_float((u32)(127 + up) << 23);
   undo = __uint_as_float((u32)(127 - up) << 23);
 #else
@@ -500,9 +502,9 @@ __device__ __forceinline__ u32 of_values(const Numbers<BYTES>& numbers, int c, i
   return numbers.template at<SIZE>(HALVES ? 2 * c + q / 2 : BLOCK >= CHUNK ? 0 : c * 32 / BLOCK);
 }
 
-// A scale twice, as bf16.
+// A scale twice, as the fragment's type.
 __device__ __forceinline__ u32 scale_pair(u32 bits) {
-  if constexpr (SCALE == BF16_T) return bits * 0x10001u;
+  if constexpr (SCALE == (F16 ? F16_T : BF16_T)) return bits * 0x10001u;
   if constexpr (SCALE == UE8M0_T && !F16) {
     const u32 two = __vmaxu2(bits * 0x800080u, both(0x40));  // 0 is 2^-127
     return fma2(two, 0, two);                                 // 255, infinity here, is NaN

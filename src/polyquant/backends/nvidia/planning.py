@@ -22,6 +22,7 @@ from polyquant.backends.nvidia.schemes import (
     SIZES,
     SUMMING,
     block_of,
+    enters_wgmma,
     kind_of,
     kind_of_few,
     offset_of,
@@ -132,11 +133,11 @@ def _for_blocks(tiles: Tiles, scheme: QuantScheme) -> Tiles:
 def _fitting(tiles: Tiles, scheme: QuantScheme, entering: str, gpu: Gpu) -> Tiles:
     """The tiles, or such as the scheme, the dtype of ``x`` and the GPU allow.
 
-    wgmma.cu is for Hopper, rounds weights to bf16 and does not sum x; clusters came with Hopper.
+    wgmma.cu is for Hopper, rounds weights to 16 bits and does not sum x; clusters came with Hopper.
     The planes of a row of float32 lie in one tile.
     """
     is_hopper = gpu.capability == (9, 0)
-    takes = entering == "bfloat16" and offset_of(scheme) not in SUMMING and is_hopper
+    takes = enters_wgmma(entering, scheme) and offset_of(scheme) not in SUMMING and is_hopper
     if tiles.wide and not takes:
         tiles = Tiles(2, min(tiles.nt, 8), 4, 2, 1, 2, 128)
     if gpu.capability < (9, 0):
@@ -247,7 +248,7 @@ def plan(
         more = (each - shared) // (tiles.wk * _x_tile(tiles))
         numbers["X_STAGES"] = max(_X_LEAST, min(8, _X_LEAST + more))
         shared += (numbers["X_STAGES"] - _X_LEAST) * tiles.wk * _x_tile(tiles)
-        before, sources = _wgmma(8 * tiles.nt), ["codes.cuh", "wgmma.cu"]
+        before, sources = _wgmma(8 * tiles.nt, entering), ["codes.cuh", "wgmma.cu"]
     shared += TABLE_BYTES if number == LOOKUP else 0
     options = tuple(f"{name}={each}" for name, each in numbers.items())
     threads = 32 * (tiles.wn * tiles.wk + 4 * tiles.wide)
@@ -327,15 +328,16 @@ def _x_tile(tiles: Tiles) -> int:
     return 8 * tiles.nt * 128
 
 
-def _wgmma(columns: int) -> str:
+def _wgmma(columns: int, entering: str) -> str:
     """The function that multiplies 16 values of k: PTX names each of its registers."""
+    kind = "f16" if entering == "float16" else "bf16"
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i // 4}][{i % 4}])' for i in range(count))
     left = ", ".join(f"%{count + i}" for i in range(4))
     return f"""
 __device__ __forceinline__ void wgmma(float (*d)[4], const unsigned* a, unsigned long long x) {{
-  asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
+  asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
                " {{{sums}}}, {{{left}}}, %{count + 4}, 1, 1, 1, 0;"
                : {outputs}
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));

@@ -58,11 +58,19 @@ def most_rows(entering: str, scheme: QuantScheme, *, by_n: bool) -> int:
         return _MOST_IN_PARTS
     if offset_of(scheme) in SUMMING:
         return _MOST_SUMMING
-    if entering != "bfloat16":
+    if not enters_wgmma(entering, scheme):
         return MOST_BY_MMA
     kind = kind_of(scheme)
     bits = 0 if kind is None else kind.bits
     return _MOST_OF_SLOW if 4 < bits < 8 else _MOST_BY_WGMMA
+
+
+def enters_wgmma(entering: str, scheme: QuantScheme) -> bool:
+    """Whether the rounded weight may enter with ``x``: as bfloat16, or as float16 whose range holds
+    the scales of blocks."""
+    is_whole = (scheme.block is None or scheme.block[-1] == -1) and scheme.offset is None
+    held = scheme.scale in (ScaleDtype.F16, ScaleDtype.UE4M3)
+    return entering == "bfloat16" or (entering == "float16" and (held or is_whole))
 
 
 def _why_not_by_n(entering: QuantScheme | str, scheme: QuantScheme) -> str | None:

@@ -1,6 +1,6 @@
-// As mma.cu, for more bf16 rows of x: by Hopper's wgmma, m64nNk16, N = 8 NT rows of x.
+// As mma.cu, for more rows of x, bf16 or f16: by Hopper's wgmma, m64nNk16, N = 8 NT rows of x.
 //
-// Codes become numbers in registers, are multiplied by their block's scale, rounded to bf16, and are
+// Codes become numbers in registers, are multiplied by their block's scale, rounded to x's type, and are
 // the left operand, whose layout is that of mma.m16n8k16; so sums run over the whole of k in the
 // tensor cores. A warp owns 16 rows of the weight, which it copies for itself, STAGES chunks deep;
 // four warps make a tile of 64 rows. While the tensor cores multiply one UNIT of k, the next one
@@ -8,7 +8,8 @@
 // (cp.async.bulk.tensor, with the 128-byte swizzle), X_STAGES deep, and mbarriers say which are full
 // and which are free.
 //
-// The caller guarantees besides: RT is 1, WN whole fours, OFFSET no float.
+// The caller guarantees besides: RT is 1, WN whole fours, OFFSET no float, and scales of blocks that f16
+// holds where it is x's type.
 
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -52,7 +53,7 @@ __device__ __forceinline__ void copy_tile(u32 to, const u64* map, int k, int row
 // The words of 32 codes of a row: of 8 bits those with a thread's pairs (of e4m3, which the processor
 // converts two at a time, the pairs alone), else all of them in each thread of a quad. (Other loads of what
 // a thread needs would be as many instructions; and beside narrow registers ptxas 13.0 lets products wait.)
-constexpr bool IN_BYTES = 8 % BITS == 0, SIXES = KIND == MINIFLOAT && BITS == 6;
+constexpr bool IN_BYTES = 8 % BITS == 0, SIXES = KIND == MINIFLOAT && BITS == 6 && !F16;
 struct Group {
   u32 words[BITS];
 
@@ -82,12 +83,13 @@ struct Group {
 // The lowest 8 bits of a bf16 alone in it count the smallest number there is, 2^-133. So a power of two
 // makes integers of them, and the same instruction takes off the sign. Beside scales of which none is large
 // that power is the scale's, and the instruction is all. The end undoes PART.
-constexpr bool COUNTS = (KIND == SIGNED || KIND == UNSIGNED) && OFFSET == NO_OFFSET;
+// (Of f16 1024 and a code are a number as they are.)
+constexpr bool COUNTS = (KIND == SIGNED || KIND == UNSIGNED) && OFFSET == NO_OFFSET && !F16;
 constexpr bool FOLDS = COUNTS && IN_BLOCKS && (SCALE == F16_T || SCALE == UE4M3_T);
 constexpr bool BYTES_COUNT = COUNTS && BITS == 8;
 // Of 4 bits a byte stands in both halves: in the lower one the first code counts, in the upper one the
 // second counts 16 times.
-constexpr bool FOURS = (KIND == SIGNED || KIND == UNSIGNED) && BITS == 4;
+constexpr bool FOURS = (KIND == SIGNED || KIND == UNSIGNED) && BITS == 4 && !F16;
 constexpr float PART = FOLDS ? 4194304.0f : BYTES_COUNT || FOURS ? 64.0f : 1.0f;
 constexpr u32 halves(u32 low, u32 high) { return high << 16 | low; }
 // A power of two for numbers, of FOURS its 16th for the upper ones.
@@ -115,6 +117,8 @@ __device__ __forceinline__ u32 pair_of(const Group& group, const u8* from, u32 q
     } else if constexpr (BYTES_COUNT) {
       const u32 u = __byte_perm(word, 0, 0x4140 + 0x0202 * t) ^ both(SIGN);
       return FOLDS ? u : fma2(u, both(0x7F00u), MINUS_SIGN_PART);
+    } else if constexpr (F16) {
+      return fma2(and_xor(__byte_perm(word, 0, 0x4140 + 0x0202 * t), both(0xFF), magic), ONE2, minus);
     } else {
       const u32 u = __byte_perm(word, 0, 0x0010 + 0x22 * t) ^ SIGN * 0x0101u;
       return pack(__uint_as_float(__byte_perm(u, 0x4B000000u, 0x7440)) - zero,
