@@ -480,6 +480,16 @@ def test_every_number_of_rows() -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("left", ["bfloat16", "q8s-row", "nf4"])
+def test_results_in_float64(left: str) -> None:
+    q, _ = _operands("q4s", 40, 96)
+    x = torch.randn(5, 96, device="cuda", dtype=torch.bfloat16)
+    a = x if left == "bfloat16" else pq.quantize(x, left)
+    wide = pq.matmul(a, q.mT, out_dtype="float64")
+    assert torch.equal(wide, pq.matmul(a, q.mT, out_dtype="float32").double())
+
+
+@needs_gpu
 @pytest.mark.parametrize("m", [1, 7, 16, 40, 64, 128, 200])
 @pytest.mark.parametrize(
     "scheme", ["q4s", "nf4", "nvfp4", "q8s-32", "u4/32:f16-zero:u4", "q3s/64:f16"]

@@ -196,7 +196,8 @@ def _why_not_rows_bf16(problem: Problem) -> str | None:
 def _why_not_rows_f32(problem: Problem) -> str | None:
     most = pairing.most_rows_f32(problem)
     if problem.m > most:
-        return f"it is for up to {most} rows of two such operands"
+        few = f"more than {most} rows of two such" if most else "such"
+        return f"{few} operands are multiplied sooner by others"
     return _why_not_as_rows(problem, "float32")
 
 
@@ -256,6 +257,8 @@ def _product(module: str, name: str) -> Callable[[Any, Any, Any], Any]:
 
     def run(a: Any, b: Any, dtype: Any) -> Any:
         product = getattr(_module(module), name)
+        if dtype is torch.float64:  # none sums in more than float32
+            return run(a, b, torch.float32).to(dtype)
         if a.__class__ is torch.Tensor and _is_current(a):  # at every token
             return product(a, b, dtype)
         with _beside(a):
