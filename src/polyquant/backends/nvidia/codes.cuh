@@ -20,7 +20,7 @@ constexpr bool NATURAL = KIND == E4M3 || KIND == E5M2 || KIND == LOOKUP;
 constexpr bool HALVES = BLOCK == 16;  // a quad's 32 values hold two blocks: threads 0, 1 and 2, 3
 constexpr bool SUMS_X = OFFSET == FLOAT_ZERO || OFFSET == BIAS;
 constexpr int LUT_COPIES = 32;  // one for each bank
-constexpr int WORKERS = 32 * WN * WK, THREADS = WORKERS + 128 * WIDE;  // wgmma.cu's last ones copy x
+constexpr int WORKERS = 32 * WN * WK, THREADS = WORKERS + 128 * (WIDE > 0);  // wgmma.cu's last ones copy x
 
 __host__ __device__ constexpr int size_of(int type) {
   return type == F32_T ? 4 : type == F16_T || type == BF16_T ? 2 : 1;

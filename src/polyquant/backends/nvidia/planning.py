@@ -41,6 +41,8 @@ TOGETHER = 64
 TABLE_BYTES = 256 * 32 * 4
 #: What the axes y and z of a grid have room for.
 _MOST_Y = 65_535
+#: ``Tiles.wide`` of bytes.cu, and the shared memory of a multiprocessor that has it.
+_BYTES, _HOPPER = 2, 233_472
 #: Tiles of 64 values of k of x that wgmma.cu holds at least.
 _X_LEAST = 4
 
@@ -68,6 +70,12 @@ class Tiled(ctypes.Structure):
         ("all", ctypes.c_int),
         ("rest", ctypes.c_uint8 * (-(ctypes.sizeof(Operands) + 8) % 64)),
     )
+
+
+class Doubly(ctypes.Structure):
+    """The argument of bytes.cu's kernel: CUtensorMaps of ``x`` and of codes."""
+
+    _fields_ = (Tiled._fields_[0], ("codes", ctypes.c_uint8 * 128), *Tiled._fields_[1:])
 
 
 class Lines(NamedTuple):
@@ -125,7 +133,7 @@ def _for_blocks(tiles: Tiles, scheme: QuantScheme) -> Tiles:
     """The table's tiles, measured with scales of rows: wgmma.cu copies 8 bits in blocks in
     fewer, longer pieces (mxfp8, 8192 x 8192 by 64 rows: 29.4 us, not 31.6)."""
     in_blocks = scheme.block is not None and scheme.block[-1] > 0
-    if tiles.wide and tiles.wn == 8 and tiles.chunk == 128 and scheme.bits == 8 and in_blocks:
+    if tiles.wide == 1 and tiles.wn == 8 and tiles.chunk == 128 and scheme.bits == 8 and in_blocks:
         return tiles._replace(stages=2, chunk=256)
     return tiles
 
@@ -162,7 +170,8 @@ class Plan(NamedTuple):
 
     ``threads, shared_bytes``: of a block of threads. ``grid``: its last extent is that of a
     cluster. ``blocks``: of wgmma.cu, those beside each other, and all. ``numbers``: the argument's
-    from ``chunks`` on. ``map_rows``: rows of a tile of x that wgmma.cu copies; else 0.
+    from ``chunks`` on. ``map_rows``: rows of a tile of x that wgmma.cu and bytes.cu copy; else 0.
+    ``map_lines``: lines of a tile of codes that bytes.cu copies; else 0.
     """
 
     code: Code
@@ -172,6 +181,7 @@ class Plan(NamedTuple):
     blocks: tuple[int, int]
     numbers: tuple[int, ...]
     map_rows: int
+    map_lines: int
 
     @property
     def cluster(self) -> tuple[int, int, int]:
@@ -213,6 +223,7 @@ def plan(
     number, bits = (0, scheme.bits) if kind is None else (kind.number, kind.bits)
     block = block_of(scheme, stored[-1], by_n=by_n)
     most = gpu.shared_bytes - (TABLE_BYTES if number == LOOKUP else 0)
+    tiles = tiles if _takes_bytes(scheme, shapes, grids, tiles) else tiles.by_one_map()
     x_rows = 1 if columns == 1 and not by_n else 8 * tiles.nt
     while True:
         sizes = tuple(SIZES[each] * _per_chunk(tiles, block) for each in grids[:2])
@@ -244,22 +255,20 @@ def plan(
     }
     before, sources = "", ["codes.cuh", "few.cuh", "mma_n.cu" if by_n else "mma.cu"]
     if tiles.wide:
-        each = (most + 1024) // tiles.blocks - 1024  # of a block of threads, which takes 1024 more
-        more = (each - shared) // (tiles.wk * _x_tile(tiles))
-        numbers["X_STAGES"] = max(_X_LEAST, min(8, _X_LEAST + more))
-        shared += (numbers["X_STAGES"] - _X_LEAST) * tiles.wk * _x_tile(tiles)
-        before, sources = _wgmma(8 * tiles.nt, entering), ["codes.cuh", "wgmma.cu"]
+        numbers["X_STAGES"], shared = _stages_of_x(tiles, most, shared)
+        before, sources = _wgmma(8 * tiles.nt, entering), ["codes.cuh", "wgmma.cuh"]
+        sources.append("bytes.cu" if tiles.wide == _BYTES else "wgmma.cu")
     shared += TABLE_BYTES if number == LOOKUP else 0
     options = tuple(f"{name}={each}" for name, each in numbers.items())
-    threads = 32 * (tiles.wn * tiles.wk + 4 * tiles.wide)
+    threads = 32 * (tiles.wn * tiles.wk + 4 * (tiles.wide > 0))
     code = Code(tuple(sources), options, before)
     blocks = grid[0], grid[0] * grid[1]
     if tiles.by_warps:  # as many as run at once: each takes one tile after the other
         grid = (min(blocks[1], gpu.processors * tiles.blocks), 1, 1)
     elif is_crowded:
         grid = (blocks[1], 1, tiles.kc) if tiles.wide else (grid[1], grid[0], tiles.kc)
-    map_rows = 8 * tiles.nt if tiles.wide else 0
-    return Plan(code, threads, shared, grid, blocks, numbers_of_shape, map_rows)
+    maps = (8 * tiles.nt if tiles.wide else 0), (16 * tiles.wn if tiles.wide == _BYTES else 0)
+    return Plan(code, threads, shared, grid, blocks, numbers_of_shape, *maps)
 
 
 def _extents(
@@ -293,6 +302,44 @@ def argument_of(
     )
 
 
+def _takes_bytes(scheme: QuantScheme, shapes: Shapes, grids: Grids, tiles: Tiles) -> bool:
+    """Whether bytes.cu multiplies: see its first lines."""
+    stored, by_n, batch, _ = shapes
+    kind, size = kind_of(scheme), SIZES[grids.scale]
+    if scheme.bits != 8 or scheme.offset is not None or kind is None or kind.number == LOOKUP:
+        return False
+    of_chunk = size * _per_chunk(tiles, block_of(scheme, stored[-1], by_n=by_n))
+    line = size * scheme.scale_shape(stored)[-1]
+    are_whole = not of_chunk or (grids.steps[1] >= min(16, of_chunk) and line % of_chunk == 0)
+    fits = _bytes_shared(tiles, 2) <= _HOPPER // tiles.blocks - 1024
+    is_cut = tiles.wk * tiles.kc > 1 and tiles.chunk == 128
+    return batch == 1 and grids.steps[0] == 16 and are_whole and fits and is_cut
+
+
+def _stages_of_x(tiles: Tiles, most: int, shared: int) -> tuple[int, int]:
+    """How many tiles of x wgmma.cu holds (bytes.cu: chunks), and all shared memory of a block."""
+    if tiles.wide == _BYTES:
+        return _x_stages(tiles), shared
+    each = (most + 1024) // tiles.blocks - 1024  # of a block of threads, which takes 1024 more
+    more = (each - shared) // (tiles.wk * _x_tile(tiles))
+    stages = max(_X_LEAST, min(8, _X_LEAST + more))
+    return stages, shared + (stages - _X_LEAST) * tiles.wk * _x_tile(tiles)
+
+
+def _x_stages(tiles: Tiles) -> int:
+    """Chunks of x that bytes.cu holds."""
+    room = _HOPPER // tiles.blocks - 1024  # a block of threads takes 1024 bytes more
+    return next((n for n in (4, 3) if _bytes_shared(tiles, n) <= room), 2)
+
+
+def _bytes_shared(tiles: Tiles, x_stages: int) -> int:
+    """Shared memory of a block of threads of bytes.cu: tiles and barriers, or sums."""
+    warps = tiles.wn * tiles.wk
+    chunks = tiles.stages * tiles.wn * 2048 + x_stages * 2 * _x_tile(tiles)
+    rings = tiles.wk * (chunks + 16 * (tiles.stages + x_stages)) + 16 * warps
+    return max(rings, warps * (512 * tiles.nt + 8 * 256) if tiles.wk > 1 else 0)
+
+
 def _n_bytes(tiles: Tiles, bits: int) -> int:
     """Shared memory of a block of threads of mma_n.cu without a table."""
     stage = tiles.chunk * tiles.wn * 8 * bits + 8 * tiles.nt * (2 * tiles.chunk + 32)
@@ -307,6 +354,8 @@ def _per_chunk(tiles: Tiles, block: int) -> int:
 
 def _shared_bytes(tiles: Tiles, bits: int, x_rows: int, numbers: tuple[int, int]) -> int:
     """Shared memory of a block of threads without a table: see the constants of the kernels."""
+    if tiles.wide == _BYTES:
+        return _bytes_shared(tiles, _x_stages(tiles))
     rows = 16 * tiles.rt
     line = tiles.chunk * bits // 8
     line += 16 if tiles.wide or bits == 4 or (bits < 8 and line // 16 % 2 == 0) else 32

@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
     ``rt, nt``: tiles of 16 rows of the weight and of 8 rows of x that a warp holds. ``wn, wk``:
     warps of a block of threads beside each other, and along k; ``kc``: blocks of threads of a
     cluster, along k. ``stages, chunk``: how many copies are under way, and of how many values of k
-    each. ``wide``: wgmma.cu. ``blocks``: blocks of threads that a multiprocessor must
+    each. ``wide``: 1 wgmma.cu, 2 bytes.cu. ``blocks``: blocks of threads that a multiprocessor must
     have registers for.
     """
 
@@ -45,6 +45,10 @@ class Tiles(NamedTuple):
     def by_warps(self) -> bool:
         """Whether wgmma.cu's warps put out their own sums, and take one tile after the other."""
         return bool(self.wide) and self.wk * self.kc == 1
+
+    def by_one_map(self) -> Tiles:
+        """Such as take a CUtensorMap of ``x`` alone: of wgmma.cu where bytes.cu's are these."""
+        return self._replace(wide=1, wk=2, stages=3, blocks=1) if self.wide > 1 else self
 
     def smaller(self) -> Tiles:
         """The same with less shared memory; itself where there is nothing left to give up."""
@@ -188,7 +192,18 @@ def candidates(bits: int, columns: int) -> list[Tiles]:
     found = [Tiles(r, nt, wn, wk, kc, s, c) for r, wn, wk, kc, s, c in few]
     if nt == 2:  # two blocks of threads beside each other: the next kernel's first ones, too
         found += [tiles._replace(blocks=2) for tiles in found if tiles.rt == 2]
-    return found + _tall(nt, short)
+    return found + _tall(nt, short) + (_by_bytes(nt) if bits == 8 else [])
+
+
+def _by_bytes(nt: int) -> list[Tiles]:
+    """Those of bytes.cu."""
+    ways = []
+    if 2 < nt <= 8:
+        ways = [(8, 2, 2, 3), (8, 2, 1, 3), (4, 2, 2, 4), (4, 2, 1, 4), (4, 2, 1, 6), (4, 4, 1, 2),
+                (4, 3, 1, 3), (8, 1, 2, 6)]  # fmt: skip
+    elif 8 < nt <= 16:
+        ways = [(8, 1, 2, 4), (4, 2, 2, 4), (4, 2, 1, 4)]
+    return [Tiles(1, nt, wn, wk, kc, stages, 128, 2) for wn, wk, kc, stages in ways]
 
 
 def _tall(nt: int, c: int) -> list[Tiles]:

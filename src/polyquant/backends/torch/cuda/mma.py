@@ -13,6 +13,7 @@ import torch
 
 from polyquant.backends.nvidia import planning
 from polyquant.backends.nvidia.planning import (
+    Doubly,
     Grids,
     Lines,
     Operands,
@@ -228,13 +229,17 @@ def _is_in_lines(x: torch.Tensor) -> bool:
     return last == 1 and all(step > 0 and step % 8 == 0 for step in steps)
 
 
-def _tiled(operands: Operands, x: torch.Tensor, plan: Plan) -> Tiled:
-    """The argument of wgmma.cu's kernel for ``x`` (batch, m, k)."""
+def _tiled(operands: Operands, x: torch.Tensor, plan: Plan) -> Tiled | Doubly:
+    """The argument of wgmma.cu's kernel, or of bytes.cu's, for ``x`` (batch, m, k)."""
     *batch, m, k = x.shape
     steps = (m * k, k) if x.is_contiguous() else (m * k, *x.stride())[-3:-1]
     extents = (batch[0] if batch else 1, m, k)
     tiles = nvrtc.tiles_of_array(x.data_ptr(), extents, steps, plan.map_rows)
-    return Tiled(tiles, operands, *plan.blocks)
+    if not plan.map_lines:
+        return Tiled(tiles, operands, *plan.blocks)
+    extents, step = (1, operands.n, operands.code_line // 2), operands.code_stride // 2
+    codes = nvrtc.tiles_of_array(operands.codes, extents, (operands.n * step, step), plan.map_lines)
+    return Doubly(tiles, codes, operands, *plan.blocks)
 
 
 def _grid(numbers: Any, kind: Any, batch: int) -> tuple[torch.Tensor, Lines]:
