@@ -134,16 +134,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
   const int first = first_line + warp % WN * ROWS;
   const u8* of_row[2];  // scales
   Numbers<SCALE_BYTES> scales[2], coming[2];
-  auto ask = [&](int i) {
-    const int at = first_chunk + i * apart, block = BLOCK >= CHUNK ? at / max(1, BLOCK / CHUNK) : at * PER_CHUNK;
+  int at = first_chunk;
+  auto ask = [&] {
+    const int block = BLOCK >= CHUNK ? at / max(1, BLOCK / CHUNK) : at * PER_CHUNK;
 #pragma unroll
-    for (int half = 0; half < 2; half++) load_scales(coming[half], of_row[half] + block * size_of(SCALE));
+    for (int half = 0; half < 2; half++) {
+      load_scales(coming[half], of_row[half] + (BLOCK > CHUNK ? block * size_of(SCALE) : 0));
+      of_row[half] += BLOCK > CHUNK ? 0 : apart * SCALE_BYTES;
+    }
+    at += apart;
   };
   if constexpr (IN_BLOCKS) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
-      of_row[half] = p.scales + min(first + g + 8 * half, p.n - 1) / p.block_rows * p.scale_stride;
-    if (count > 0) ask(0);
+      of_row[half] = p.scales + min(first + g + 8 * half, p.n - 1) / p.block_rows * p.scale_stride +
+                     (BLOCK > CHUNK ? 0 : first_chunk * SCALE_BYTES);
+    if (count > 0) ask();
   }
   // Start address, bytes between groups of 8 rows (1024), and the 128-byte swizzle.
   const u64 x_tiles = (u64)((x_at & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
@@ -160,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
   for (int it = 0; it < count; it++) {
     if constexpr (IN_BLOCKS) {
       scales[0] = coming[0], scales[1] = coming[1];
-      if (it + 1 < count) ask(it + 1);
+      if (it + 1 < count) ask();
     }
     await(full + 8 * stage, parity);
     const u32 line = line0 + stage * CODE_STAGE;
