@@ -37,6 +37,7 @@ _ROWS = {
     "wgmma.cu, table": ((200,), "nf4", MMA),
     "wgmma.cu, 8 bits": ((64,), "q8s-32", MMA),
     "wgmma.cu, powers of two": ((64,), "mxfp8", MMA),
+    "bytes.cu": ((64,), "fp8-row", MMA),
     "cublas": ((300,), "q4s-32", "torch.triton.cublas"),
 }
 #: Rows of x, its scheme, that of a weight (out, in), and the kernel.
@@ -67,6 +68,7 @@ PAIRS = (
 #: operand, or have several parts.
 _CUTS = (
     ("", "q4s-32", ((1, 8, 4, 1, 2, 3, 256, 1), (1, 8, 4, 2, 2, 2, 256, 1))),
+    ("", "mxfp8", ((1, 8, 8, 2, 2, 3, 128, 2), (1, 8, 4, 2, 1, 6, 128, 2))),
     ("q8s-row", "q8s-row", ((1, 1, 16, 4, 1, 4), (2, 1, 8, 1, 2, 6), (2, 1, 16, 2, 2, 3))),
     ("q8s/128:f32", "q8s/128x128:f32", ((2, 1, 8, 1, 1, 4, 1, 4), (1, 1, 8, 2, 1, 4, 1, 2))),
 )

@@ -492,7 +492,7 @@ def test_results_in_float64(left: str) -> None:
 @needs_gpu
 @pytest.mark.parametrize("m", [1, 7, 16, 40, 64, 128, 200])
 @pytest.mark.parametrize(
-    "scheme", ["q4s", "nf4", "nvfp4", "q8s-32", "u4/32:f16-zero:u4", "q3s/64:f16"]
+    "scheme", ["q4s", "nf4", "nvfp4", "q8s-32", "fp8-row", "u4/32:f16-zero:u4", "q3s/64:f16"]
 )
 def test_every_way_to_cut_a_product(scheme: str, m: int) -> None:
     """Tiles that the table may choose, on extents that are no multiples of any."""
