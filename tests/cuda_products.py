@@ -94,8 +94,9 @@ def products() -> dict[str, Callable[[], torch.Tensor]]:
         if "wgmma" in name and "table" not in name and "powers" not in name:
             half = floats(counts[0], k, kind=torch.float16)
             found[f"{name} {counts[0]} of float16"] = (half, right, kernel)
-    in_out = quantized("q4s-32", k, 256)
-    found |= {f"mma_n.cu {m}": (floats(m, k), in_out, MMA) for m in (1, 20)}
+    for scheme in ("q4s-32", "u4/64:f16-zero:u4", "q8s-row"):
+        in_out = quantized(scheme, k, 264)
+        found |= {f"mma_n.cu {scheme} {m}": (floats(m, k), in_out, MMA) for m in (1, 20)}
     for m, left, scheme, kernel in PAIRS:
         right = quantized(scheme, 256, 1024).mT
         found[f"{m} {left} x {scheme} {kernel}"] = (quantized(left, m, 1024), right, kernel)

@@ -558,6 +558,7 @@ def test_more_tiles_than_run_at_once(scheme: str) -> None:
 BY_N = (
     "q4s", "q4s/8:f16", "q4s/32x8:f16", "q4s/16x16:ue4m3", "q8s-32", "q8s-row", "fp8-row",
     "fp8-128x128", "mxfp4", "mxfp8-e5m2", "nvfp4", "nf4", "u4/32:f16-zero:u4", "q4s/tensor:f32",
+    "q4s/24:f16", "u4/128:f16-zero:u4", "u4/64:f16-zero:u4", "q8s/row:f16", "q8s/512:f32",
 )  # fmt: skip
 
 

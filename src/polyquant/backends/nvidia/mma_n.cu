@@ -5,7 +5,8 @@
 // the same decoding, are multiplied by the pair's scales, rounded to bf16, and are the left operand.
 // The WN warps of a slice of k copy CHUNK lines and their rows of x to shared memory, STAGES deep;
 // 16-byte pieces of a line are permuted so that the quad's lines lie in different banks. Scales and
-// offsets are read where they lie, a chunk ahead.
+// offsets are copied with the codes; where a line's begin at other than whole four bytes, they are read
+// where they lie, a chunk ahead.
 //
 // The caller guarantees: BITS is 4 or 8, and 4 beside an integer zero point; blocks are of 8 values or
 // a multiple along n, block_rows lines high; codes past the end of a line may be anything.
@@ -13,7 +14,36 @@
 constexpr int LINE_WORDS = BITS / 4;                  // of a thread in one line
 constexpr int LINE_BYTES = WN * 32 * LINE_WORDS;      // of a block of threads
 constexpr int X_PITCH = CHUNK * 2 + 32;
-constexpr int CODES_STAGE = CHUNK * LINE_BYTES, STAGE = CODES_STAGE + COLUMNS * X_PITCH;
+constexpr int CODES_STAGE = CHUNK * LINE_BYTES;
+
+// Numbers of TYPE of a line: those of the columns of a block of threads.
+template <int TYPE, int PIECE>
+struct Line {
+  static constexpr int WIDTH = 64 * WN, COUNT = BLOCK >= WIDTH ? 1 : WIDTH / BLOCK;
+  static constexpr int BYTES = COUNT * size_of(TYPE), PIECES = BYTES / PIECE;
+  static constexpr bool IS_COPIED = (BLOCK % WIDTH == 0 || WIDTH % BLOCK == 0) && PIECE >= 4;
+  static constexpr int STAGE = IS_COPIED ? CHUNK * BYTES : 0;
+
+  // Those of CHUNK lines from k on; zeros past the ends.
+  static __device__ __forceinline__ void fetch(u32 to, const u8* lines, long long stride, int line_bytes,
+                                               int rows_per, int k, int end, int member) {
+    if constexpr (!IS_COPIED) return;
+    const int first = line_block() * WIDTH / BLOCK * size_of(TYPE);
+#pragma unroll
+    for (int i = member; i < CHUNK * PIECES; i += 32 * WN) {
+      const int row = k + i / PIECES, byte = first + i % PIECES * PIECE;
+      const u8* from = lines + (rows_per == 1 ? row : row / rows_per) * stride + byte;
+      const int left = row < end ? max(0, min(PIECE, line_bytes - byte)) : 0;
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                   ::"r"(to + i * PIECE), "l"(from), "n"(IS_COPIED ? PIECE : 4), "r"(left) : "memory");
+    }
+  }
+};
+typedef Line<SCALE, SCALE_PIECE> OfScales;
+typedef Line<OFFSET_TYPE, OFFSET_PIECE> OfOffsets;
+constexpr bool OFFSETS_COPIED = OFFSET == INTEGER_ZERO && OfOffsets::IS_COPIED;
+constexpr int X_IN_STAGE = CODES_STAGE + OfScales::STAGE + (OFFSETS_COPIED ? OfOffsets::STAGE : 0);
+constexpr int STAGE = X_IN_STAGE + COLUMNS * X_PITCH;
 static_assert(LINE_BYTES >= 128 && RT == 4, "a warp's columns");
 
 // Codes of two lines as the words of pairs (line, line) of 4 columns: `half` says which.
@@ -72,12 +102,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
     for (int i = 0; i < CHUNK / 16 * 4; i++) {
       int row = i / 4 * 16 + i % 4;
       if (!plain) row = min(k + row, p.k - 1) / p.block_rows;
-      scales[i / 4][i % 4] = number<SCALE>(scale + row * p.scale_stride);
-      if constexpr (OFFSET == INTEGER_ZERO) {
+      if constexpr (!OfScales::IS_COPIED) scales[i / 4][i % 4] = number<SCALE>(scale + row * p.scale_stride);
+      if constexpr (OFFSET == INTEGER_ZERO && !OFFSETS_COPIED) {
         const u32 zero = offset[row * p.offset_stride];
         zeros[i / 4] = (i % 4 ? zeros[i / 4] : 0) | zero << i % 4 * 8;
       }
     }
+  };
+
+  auto fetch_numbers = [&](u32 to, int chunk) {
+    OfScales::fetch(to + CODES_STAGE, mine.scales, p.scale_stride, p.scale_line, p.block_rows, chunk * CHUNK,
+                    p.k, member);
+    if constexpr (OFFSETS_COPIED)
+      OfOffsets::fetch(to + CODES_STAGE + OfScales::STAGE, mine.offsets, p.offset_stride, p.offset_line,
+                       p.block_rows, chunk * CHUNK, p.k, member);
   };
 
   float acc[RT][NT][4] = {};
@@ -85,7 +123,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   const int count = (p.chunks - first_chunk + apart - 1) / apart;
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++)
-    if (s < count) fetch_codes(stage_at(s), first_chunk + s * apart);
+    if (s < count) {
+      fetch_codes(stage_at(s), first_chunk + s * apart);
+      fetch_numbers(stage_at(s), first_chunk + s * apart);
+    }
   if constexpr (KIND == LOOKUP) {
     undo = build_lut(lut, p.table);
     __syncthreads();
@@ -96,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
   follow();
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) {
-    if (s < count) x.fetch(stage_at(s) + CODES_STAGE, first_chunk + s * apart, place);
+    if (s < count) x.fetch(stage_at(s) + X_IN_STAGE, first_chunk + s * apart, place);
     asm volatile("cp.async.commit_group;");
   }
   for (int it = 0; it < count; it++) {
@@ -105,13 +146,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
     const int next = it + STAGES - 1, k = (first_chunk + it * apart) * CHUNK + 4 * t;
     if (next < count) {
       fetch_codes(stage_at(next % STAGES), first_chunk + next * apart);
-      x.fetch(stage_at(next % STAGES) + CODES_STAGE, first_chunk + next * apart, place);
+      fetch_numbers(stage_at(next % STAGES), first_chunk + next * apart);
+      x.fetch(stage_at(next % STAGES) + X_IN_STAGE, first_chunk + next * apart, place);
     }
     asm volatile("cp.async.commit_group;");
     numbers_at(k + apart * CHUNK, next_scales, next_zeros);
 
     const u8* codes = stages + it % STAGES * STAGE;
-    const u8* x_at = codes + CODES_STAGE + t * 8;
+    const u8* x_at = codes + X_IN_STAGE + t * 8;
+    const int place = BLOCK >= 64 * WN ? 0 : (across * 64 + 8 * g) / BLOCK;  // a thread's block of a line
 #pragma unroll
     for (int s = 0; s < CHUNK / 16; s++) {
       u32 words[4][LINE_WORDS];
@@ -125,13 +168,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const Opera
           words[j][0] = *(const u32*)from;
         }
       }
-      u32 pairs[2][8];
+      u32 pairs[2][8], zero = zeros[s];
+      float scale[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int line = 16 * s + 4 * t + j;
+        const u8* from = codes + CODES_STAGE + line * OfScales::BYTES + place * size_of(SCALE);
+        scale[j] = OfScales::IS_COPIED ? number<SCALE>(from) : scales[s][j];
+        if constexpr (OFFSETS_COPIED)
+          zero = (j ? zero : 0) | (u32)codes[CODES_STAGE + OfScales::STAGE + line * OfOffsets::BYTES + place] << 8 * j;
+      }
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         u32 minus = MINUS_SIGN;
         if constexpr (OFFSET == INTEGER_ZERO)
-          minus = minus_zero(both(SIGN) + __byte_perm(zeros[s] >> 16 * j, 0, 0x4140));
-        const u32 s2 = pack(scales[s][2 * j], scales[s][2 * j + 1]);
+          minus = minus_zero(both(SIGN) + __byte_perm(zero >> 16 * j, 0, 0x4140));
+        const u32 s2 = pack(scale[2 * j], scale[2 * j + 1]);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           u32 w0, w1 = 0;

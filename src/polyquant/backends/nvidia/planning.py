@@ -226,9 +226,10 @@ def plan(
     tiles = tiles if _takes_bytes(scheme, shapes, grids, tiles) else tiles.by_one_map()
     x_rows = 1 if columns == 1 and not by_n else 8 * tiles.nt
     while True:
-        sizes = tuple(SIZES[each] * _per_chunk(tiles, block) for each in grids[:2])
+        sizes = tuple(SIZES[each] * _copied(tiles, block, by_n=by_n) for each in grids[:2])
         of_blocks = (sizes[0], sizes[1] if scheme.offset is not None else 0)
-        shared = _n_bytes(tiles, bits) if by_n else _shared_bytes(tiles, bits, x_rows, of_blocks)
+        given = (tiles, bits, of_blocks)
+        shared = _n_bytes(*given) if by_n else _shared_bytes(*given, x_rows)
         if shared <= most or tiles == tiles.smaller():
             break
         tiles = tiles.smaller()
@@ -340,19 +341,22 @@ def _bytes_shared(tiles: Tiles, x_stages: int) -> int:
     return max(rings, warps * (512 * tiles.nt + 8 * 256) if tiles.wk > 1 else 0)
 
 
-def _n_bytes(tiles: Tiles, bits: int) -> int:
-    """Shared memory of a block of threads of mma_n.cu without a table."""
-    stage = tiles.chunk * tiles.wn * 8 * bits + 8 * tiles.nt * (2 * tiles.chunk + 32)
+def _n_bytes(tiles: Tiles, bits: int, numbers: tuple[int, int]) -> int:
+    """Shared memory of a block of threads of mma_n.cu without a table. ``numbers``: bytes of a
+    line's scales and offsets, whether they are copied or not."""
+    stage = tiles.chunk * (tiles.wn * 8 * bits + sum(numbers))
+    stage += 8 * tiles.nt * (2 * tiles.chunk + 32)
     sums = tiles.wk * 8 * tiles.nt * (64 * tiles.wn + 4) * 4
     return max(tiles.wk * tiles.stages * stage, sums)
 
 
-def _per_chunk(tiles: Tiles, block: int) -> int:
-    """Scales of a line that are copied with a chunk."""
-    return 0 if block == 0 else max(1, tiles.chunk // block)
+def _copied(tiles: Tiles, block: int, *, by_n: bool) -> int:
+    """Scales of a line that are copied together: a chunk's, or of mma_n.cu those of a block of
+    threads' columns."""
+    return 0 if block == 0 else max(1, (64 * tiles.wn if by_n else tiles.chunk) // block)
 
 
-def _shared_bytes(tiles: Tiles, bits: int, x_rows: int, numbers: tuple[int, int]) -> int:
+def _shared_bytes(tiles: Tiles, bits: int, numbers: tuple[int, int], x_rows: int) -> int:
     """Shared memory of a block of threads without a table: see the constants of the kernels."""
     if tiles.wide == _BYTES:
         return _bytes_shared(tiles, _x_stages(tiles))

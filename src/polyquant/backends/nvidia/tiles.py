@@ -129,7 +129,8 @@ def columns_of(bits: int, m: int, n: int, capability: tuple[int, int]) -> Tiles:
     """The tiles of mma_n.cu: slices of k so many that the blocks of threads fill a GPU."""
     across, nt = -(-n // 256), -(-m // 8)
     kc = next(kc for kc in (8, 4, 2, 1) if kc == 1 or across * kc <= 264)
-    return Tiles(4, min(4, nt), 4, 1, kc if capability >= (9, 0) else 1, 4, 64)
+    stages = 6 if bits == 4 else 5  # as many as leave room for two blocks of threads
+    return Tiles(4, min(4, nt), 4, 1, kc if capability >= (9, 0) else 1, stages, 64)
 
 
 @lru_cache(maxsize=16)
