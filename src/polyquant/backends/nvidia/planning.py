@@ -309,7 +309,7 @@ def _takes_bytes(scheme: QuantScheme, shapes: Shapes, grids: Grids, tiles: Tiles
     kind, size = kind_of(scheme), SIZES[grids.scale]
     if scheme.bits != 8 or scheme.offset is not None or kind is None or kind.number == LOOKUP:
         return False
-    of_chunk = size * _per_chunk(tiles, block_of(scheme, stored[-1], by_n=by_n))
+    of_chunk = size * _copied(tiles, block_of(scheme, stored[-1], by_n=by_n), by_n=by_n)
     line = size * scheme.scale_shape(stored)[-1]
     are_whole = not of_chunk or (grids.steps[1] >= min(16, of_chunk) and line % of_chunk == 0)
     fits = _bytes_shared(tiles, 2) <= _HOPPER // tiles.blocks - 1024
