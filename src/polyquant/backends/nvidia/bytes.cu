@@ -20,6 +20,7 @@ constexpr int UNIT = 4 * NT + 56 <= MANY ? 2 : 1, UNITS = GROUPS / UNIT;
 static_assert(BITS == 8 && CHUNK == 128 && KIND != LOOKUP && OFFSET == NO_OFFSET && !BATCHED, "of the caller");
 // Whether a chunk of codes and its tiles of x are one stage, which one warp copies.
 constexpr bool JOINT = X_STAGES == STAGES;
+static_assert(WORKERS / 32 * RECEIVED <= X_BYTES, "what is received lies where x was");
 static_assert(RT == 1 && SLICES > 1 && WK <= (JOINT ? 4 : 2) && X_STAGES > 1, "of the caller");
 
 struct alignas(64) Tiled {
@@ -210,25 +211,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
     if constexpr (JOINT) x_stage = stage;
     else if (++x_stage == X_STAGES) x_stage = 0, x_parity ^= 1;
   }
-  if constexpr (BY_PAIRS) {
-    sync_workers();  // the codes are read; and the others' barriers were made
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    __syncwarp();
-    if (lane == 0) tell_others(barriers, first_chunk);
-  }
   wgmma_wait<0>();
 #pragma unroll
   for (int j = 0; j < NT; j++)
 #pragma unroll
     for (int i = 0; i < 4; i++) asm volatile("" : "+f"(acc[j][i])::"memory");
+  sync_workers();  // all tiles are read
   const int m_here = min(p.m - first_m, COLUMNS), first_share = first_chunk * SHARE;
   float all[SHARE][4];
-  u8* turned = shared + SUMS + warp * TURNED;
+  u8* turned = shared + (BY_PAIRS ? warp * RECEIVED : SUMS + warp * TURNED);
   if constexpr (BY_PAIRS) {
-    turned = shared + X_BYTES + warp * RECEIVED;
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // the others' barriers were made
+    if (lane == 0) tell_others(barriers, first_chunk);
     exchange(turned, barriers, acc, all, first_chunk, lane);
   } else {
-    sync_workers();
     add_slices((float4*)shared, acc, all, warp, first_share, lane);
     if constexpr (KC > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   }
