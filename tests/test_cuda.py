@@ -568,7 +568,7 @@ def test_weights_stored_in_out(scheme: str) -> None:
     torch.manual_seed(9)
     for k, n in ((64, 512), (33, 96), (257, 1056), (1, 8), (520, 264)):
         q, values = _operands(scheme, k, n)
-        for m in (1, 2, 9, 17, 32):
+        for m in (1, 2, 9, 17, 32, 57):
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             y = pq.matmul(x, q, kernel="torch.nvrtc.mma")
             assert not _error(y, x, values.T)

@@ -120,7 +120,9 @@ def tiles_for(
     (m, n, k), kind = sizes, kind_of_few(scheme)
     bits, number = (scheme.bits, 0) if kind is None else (kind.bits, kind.number)
     if by_n:
-        return given or columns_of(bits, m, n, gpu.capability)
+        decoded = kind_of(scheme)
+        has_table = decoded is not None and decoded.number == LOOKUP
+        return given or columns_of(bits, m, n, gpu.capability, has_table=has_table)
     columns = m * PLANES[entering]
     tiles = given
     if tiles is None:

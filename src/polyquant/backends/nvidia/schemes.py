@@ -21,7 +21,7 @@ SUMMING = (_FLOAT_ZERO, _BIAS)
 #: Rows of x above which dequantizing the weight for cuBLAS is quicker (8192 x 8192, H200): by
 #: mma.cu, by mma_n.cu, and by wgmma.cu, which takes bf16 (no more were measured); of 5 to 7 bits,
 #: which take longest to become numbers; of offsets that are floats; and of tables in three parts.
-MOST_BY_MMA, _MOST_BY_N, _MOST_BY_WGMMA, _MOST_OF_SLOW = 64, 32, 8192, 1024
+MOST_BY_MMA, _MOST_BY_N, _MOST_BY_WGMMA, _MOST_OF_SLOW = 64, 64, 8192, 1024
 _MOST_SUMMING, _MOST_IN_PARTS = 32, 16
 #: Bytes of a dequantized operand above which it is made and multiplied in tiles.
 MOST_BYTES = 256 << 20

@@ -125,11 +125,12 @@ def _work(tiles: Tiles, n: int, k: int, columns: int, processors: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def columns_of(bits: int, m: int, n: int, capability: tuple[int, int]) -> Tiles:
-    """The tiles of mma_n.cu: slices of k so many that the blocks of threads fill a GPU."""
+def columns_of(bits: int, m: int, n: int, capability: tuple[int, int], *, has_table: bool) -> Tiles:
+    """The tiles of mma_n.cu: slices of k so many that the blocks of threads fill a GPU, and as many
+    stages as leave room for those of the next product, which begin early."""
     across, nt = -(-n // 256), -(-m // 8)
     kc = next(kc for kc in (8, 4, 2, 1) if kc == 1 or across * kc <= 264)
-    stages = 6 if bits == 4 else 5  # as many as leave room for two blocks of threads
+    stages = max(4, 7 - nt) if bits == 4 and not has_table else 4
     return Tiles(4, min(4, nt), 4, 1, kc if capability >= (9, 0) else 1, stages, 64)
 
 
