@@ -314,7 +314,7 @@ def _takes_bytes(scheme: QuantScheme, shapes: Shapes, grids: Grids, tiles: Tiles
     of_chunk = size * _copied(tiles, block_of(scheme, stored[-1], by_n=by_n), by_n=by_n)
     line = size * scheme.scale_shape(stored)[-1]
     are_whole = not of_chunk or (grids.steps[1] >= min(16, of_chunk) and line % of_chunk == 0)
-    fits = _bytes_shared(tiles, 2) <= _HOPPER // tiles.blocks - 1024
+    fits = _bytes_shared(tiles, _x_stages(tiles)) <= _room(tiles)
     is_cut = tiles.wk * tiles.kc > 1 and tiles.chunk == 128
     return batch == 1 and grids.steps[0] == 16 and are_whole and fits and is_cut
 
@@ -331,8 +331,14 @@ def _stages_of_x(tiles: Tiles, most: int, shared: int) -> tuple[int, int]:
 
 def _x_stages(tiles: Tiles) -> int:
     """Chunks of x that bytes.cu holds."""
-    room = _HOPPER // tiles.blocks - 1024  # a block of threads takes 1024 bytes more
-    return next((n for n in (4, 3) if _bytes_shared(tiles, n) <= room), 2)
+    if tiles.wk > 2:  # one warp copies both
+        return tiles.stages
+    return next((n for n in (4, 3) if _bytes_shared(tiles, n) <= _room(tiles)), 2)
+
+
+def _room(tiles: Tiles) -> int:
+    """Shared memory that a block of threads of bytes.cu may have: 1024 bytes are the system's."""
+    return _HOPPER // tiles.blocks - 1024
 
 
 def _bytes_shared(tiles: Tiles, x_stages: int) -> int:
