@@ -20,6 +20,10 @@ constexpr bool NATURAL = KIND == E4M3 || KIND == E5M2 || KIND == LOOKUP;
 constexpr bool HALVES = BLOCK == 16;  // a quad's 32 values hold two blocks: threads 0, 1 and 2, 3
 constexpr bool SUMS_X = OFFSET == FLOAT_ZERO || OFFSET == BIAS;
 constexpr int LUT_COPIES = 32;  // one for each bank
+#ifndef LUT_STEP
+#define LUT_STEP 128  // bytes from one pair of a table to the next; 256: so that a code is a byte of its address
+#endif
+constexpr u32 LUT_AT = 1024;  // where shared memory begins: what lies before is the driver's
 constexpr int WORKERS = 32 * WN * WK, THREADS = WORKERS + 128 * (WIDE > 0);  // wgmma.cu's last ones copy x
 
 __host__ __device__ constexpr int size_of(int type) {
@@ -31,7 +35,7 @@ constexpr int SCALE_BYTES = PER_CHUNK * size_of(SCALE);
 constexpr int OFFSET_BYTES = OFFSET == NO_OFFSET ? 0 : PER_CHUNK * size_of(OFFSET_TYPE);
 constexpr int SCALE_PITCH = padded(SCALE_BYTES), OFFSET_PITCH = padded(OFFSET_BYTES);
 constexpr int WARP_STAGE = ROWS * (CODE_PITCH + SCALE_PITCH + OFFSET_PITCH);
-constexpr int LUT_BYTES = KIND == LOOKUP ? 256 * LUT_COPIES * 4 : 0;
+constexpr int LUT_BYTES = KIND == LOOKUP ? 256 * LUT_STEP : 0;
 
 // -- copies ---------------------------------------------------------------------------------------
 
@@ -71,6 +75,9 @@ __device__ __forceinline__ void copy(u32 to, const u8* from, bool inside) {
   }
 }
 
+// An address that the compiler holds, and does not find anew each time.
+__device__ __forceinline__ void hold(const u8*& address) { asm volatile("" : "+l"(address)); }
+
 // BYTES of each of a warp's rows: a run of lines of something.
 template <int BYTES, int PITCH, int PIECE>
 struct Lines {
@@ -95,6 +102,12 @@ struct Lines {
       for (int j = 0; j < PERIOD; j++)
         mine[j] = lines + (first + (lane + 32 * j) / PIECES) * stride + (lane + 32 * j) % PIECES * PIECE;
     }
+  }
+
+  __device__ __forceinline__ void hold_addresses() {
+    if constexpr (ONCE || IN_STEP)
+#pragma unroll
+      for (int j = 0; j < (ONCE ? 1 : PERIOD); j++) hold(mine[j]);
   }
 
   // Those from byte `start` of the lines on; zeros past the ends.
@@ -250,12 +263,25 @@ __device__ __forceinline__ u32 shared_word(u32 bank, u32 i) {
   return d;
 }
 
+// The same for byte I of a word of codes, where that byte is one of the address (LUT_STEP).
+template <int I>
+__device__ __forceinline__ u32 shared_word_of(u32 lut, u32 codes) {
+  u32 d;
+  asm("{.reg .b32 at; prmt.b32 at, %1, %2, %3; ld.shared.b32 %0, [at+%4];}"
+      : "=r"(d) : "r"(codes), "r"((lut & ~0xFFFFFFu) | threadIdx.x % 32 * 4), "n"(0x7604 | I << 4), "n"(LUT_AT));
+  return d;
+}
+
 // The 4 pairs of numbers of 8 codes of 4 bits (w0) or of 8 (w0, w1): the pairs (i, i + 4), neighbours
 // where NATURAL. `magic`: MAGIC and SIGN in both halves; `minus`: see subtrahend; `zero`: as a
 // float32, for 8-bit codes.
 __device__ __forceinline__ void numbers_of(u32 w0, u32 w1, u32 magic, u32 minus, float zero,
                                            const u32* lut, u32* a) {
-  if constexpr (KIND == LOOKUP) {
+  if constexpr (KIND == LOOKUP && LUT_STEP == 256) {
+    const u32 at = shared_address(lut);
+    a[0] = shared_word_of<0>(at, w0), a[1] = shared_word_of<1>(at, w0);
+    a[2] = shared_word_of<2>(at, w0), a[3] = shared_word_of<3>(at, w0);
+  } else if constexpr (KIND == LOOKUP) {
     const u32 bank = shared_address(lut) + threadIdx.x % 32 * 4;
 #pragma unroll
     for (int i = 0; i < 4; i++) a[i] = shared_word(bank, __byte_perm(w0, 0, 0x4440 | i));
@@ -329,6 +355,7 @@ __device__ __forceinline__ float entry_of(const float* table, int i) {
 // it); returns what undoes that.
 __device__ __forceinline__ float build_lut(u32* lut, const float* table) {
   float undo = 1.0f;
+  if (LUT_STEP == 256 && (shared_address(lut) & 0xFFFFFF) != LUT_AT) __trap();
 #if F16
   float top = 0.0f;
   for (int i = 0; i < 16; i++) top = fmaxf(top, fabsf(entry_of(table, i)));
@@ -346,7 +373,7 @@ __device__ __forceinline__ float build_lut(u32* lut, const float* table) {
 #pragma unroll 4
     for (int second = threadIdx.x / EACH / 16; second < 16; second += max(1, ENTRIES / 16)) {
       const u32 pair = pack(low, entry_of(table, second) * by);
-      ((uint4*)lut)[(second * 16 + first) * EACH + threadIdx.x % EACH] = make_uint4(pair, pair, pair, pair);
+      ((uint4*)lut)[(second * 16 + first) * (LUT_STEP / 16) + threadIdx.x % EACH] = make_uint4(pair, pair, pair, pair);
     }
   }
   return undo;
@@ -397,6 +424,12 @@ struct Weight {
         scales(p.scales, p.scale_stride, first, p.n, p.block_rows, p.scale_line, lane),
         offsets(p.offsets, p.offset_stride, first, p.n, p.block_rows, p.offset_line, lane) {}
 
+  __device__ __forceinline__ void hold_addresses() {
+    codes.hold_addresses();
+    scales.hold_addresses();
+    offsets.hold_addresses();
+  }
+
   __device__ __forceinline__ void fetch(u32 to, int chunk, int lane) const {
     codes.fetch(to, chunk * CODE_BYTES, lane);
     const int block = BLOCK >= CHUNK ? chunk / max(1, BLOCK / CHUNK) : chunk * PER_CHUNK;
@@ -411,7 +444,7 @@ struct Weight {
 template <int COPIERS>
 struct Activations {
   static constexpr int PIECES = CHUNK / 8;
-  static constexpr bool IN_STEP = COPIERS % PIECES == 0;  // a thread keeps its place along the row
+  static constexpr bool IN_STEP = X_ROWS > 1 && COPIERS % PIECES == 0;  // a thread keeps its place along the row
   static constexpr int APART = IN_STEP ? COPIERS / PIECES : 1;
   const u8* mine;
   int rows, row, piece, xk;
@@ -439,6 +472,11 @@ struct Activations {
         if (i * APART >= rows) break;
         if (row + i * APART < rows) copy<16>(to + place(row + i * APART, piece), from, k < xk);
       }
+    } else if constexpr (X_ROWS == 1) {
+#pragma unroll
+      for (int i = 0; i < PIECES; i += COPIERS)
+        if (PIECES % COPIERS == 0 || piece + i < PIECES)
+          copy<16>(to + place(0, piece + i), from + i * 16, k + i * 8 < xk);
     } else {
       for (int r = 0; r < rows; r++, from += step)
 #pragma unroll

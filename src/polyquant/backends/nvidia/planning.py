@@ -37,7 +37,7 @@ OUT = MappingProxyType({"float32": 0, "float16": 1, "bfloat16": 2})
 PLANES = MappingProxyType({"float32": 3, "float16": 1, "bfloat16": 1})
 #: Rows of x that a block of threads takes at least, whatever the tiles: planes must not be parted.
 TOGETHER = 64
-#: A table's pairs of entries, 32 times: see LUT_BYTES in codes.cuh.
+#: A table's pairs of entries, 32 times: see LUT_STEP in codes.cuh.
 TABLE_BYTES = 256 * 32 * 4
 #: What the axes y and z of a grid have room for.
 _MOST_Y = 65_535
@@ -117,13 +117,14 @@ def tiles_for(
     ``sizes``: m, n, k. ``entering``: the dtype of x. ``by_n``: whether the weight is stored
     (in, out).
     """
-    (m, n, k), kind = sizes, kind_of_few(scheme)
+    m, n, k = sizes
+    columns = m * PLANES[entering]
+    kind = kind_of_few(scheme, columns)
     bits, number = (scheme.bits, 0) if kind is None else (kind.bits, kind.number)
     if by_n:
         decoded = kind_of(scheme)
         has_table = decoded is not None and decoded.number == LOOKUP
         return given or columns_of(bits, m, n, gpu.capability, has_table=has_table)
-    columns = m * PLANES[entering]
     tiles = given
     if tiles is None:
         tiles = tiles_of(number, bits, columns, n, k, gpu.name, gpu.processors)
@@ -221,7 +222,7 @@ def plan(
 ) -> Plan:
     """What one shape of product runs. ``dtypes``: of x and of the result."""
     (stored, by_n, batch, columns), (entering, out) = shapes, dtypes
-    kind = kind_of(scheme) if by_n or tiles.wide else kind_of_few(scheme)
+    kind = kind_of(scheme) if by_n or tiles.wide else kind_of_few(scheme, columns)
     number, bits = (0, scheme.bits) if kind is None else (kind.number, kind.bits)
     block = block_of(scheme, stored[-1], by_n=by_n)
     most = gpu.shared_bytes - (TABLE_BYTES if number == LOOKUP else 0)
@@ -229,15 +230,15 @@ def plan(
     x_rows = 1 if columns == 1 and not by_n else 8 * tiles.nt
     while True:
         sizes = tuple(SIZES[each] * _copied(tiles, block, by_n=by_n) for each in grids[:2])
-        of_blocks = (sizes[0], sizes[1] if scheme.offset is not None else 0)
-        given = (tiles, bits, of_blocks)
+        given = (tiles, bits, (sizes[0], sizes[1] if scheme.offset is not None else 0))
         shared = _n_bytes(*given) if by_n else _shared_bytes(*given, x_rows)
         if shared <= most or tiles == tiles.smaller():
             break
         tiles = tiles.smaller()
-    grid, numbers_of_shape = _extents(scheme, shapes, grids, tiles)
+    grid, extents = _extents(scheme, shapes, grids, tiles)
     is_crowded = grid[1] > _MOST_Y
     line_step = step_of(8 * tiles.wn * bits if by_n else tiles.chunk * bits // 8)
+    table = _table_bytes(tiles, shared, gpu, is_few=not by_n) if number == LOOKUP else 0
     numbers = {
         "F16": int(entering == "float16"),
         "BITS": bits,
@@ -251,6 +252,7 @@ def plan(
         "SCALE_PIECE": min(grids.steps[1], step_of(sizes[0])),
         "OFFSET_PIECE": min(grids.steps[2], step_of(sizes[1])),
         "X_ROWS": x_rows,
+        "LUT_STEP": max(table, TABLE_BYTES) // 256,
         "PLANES": PLANES[entering],
         "OUT": OUT[out],
         "BATCHED": 2 if is_crowded else int(batch > 1),
@@ -261,9 +263,8 @@ def plan(
         numbers["X_STAGES"], shared = _stages_of_x(tiles, most, shared)
         before, sources = _wgmma(8 * tiles.nt, entering), ["codes.cuh", "wgmma.cuh"]
         sources.append("bytes.cu" if tiles.wide == _BYTES else "wgmma.cu")
-    shared += TABLE_BYTES if number == LOOKUP else 0
+    shared = max(shared + table, _least_bytes(tiles, gpu) if x_rows == 1 else 0)
     options = tuple(f"{name}={each}" for name, each in numbers.items())
-    threads = 32 * (tiles.wn * tiles.wk + 4 * (tiles.wide > 0))
     code = Code(tuple(sources), options, before)
     blocks = grid[0], grid[0] * grid[1]
     if tiles.by_warps:  # as many as run at once: each takes one tile after the other
@@ -271,7 +272,12 @@ def plan(
     elif is_crowded:
         grid = (blocks[1], 1, tiles.kc) if tiles.wide else (grid[1], grid[0], tiles.kc)
     maps = (8 * tiles.nt if tiles.wide else 0), (16 * tiles.wn if tiles.wide == _BYTES else 0)
-    return Plan(code, threads, shared, grid, blocks, numbers_of_shape, *maps)
+    return Plan(code, _threads(tiles), shared, grid, blocks, extents, *maps)
+
+
+def _threads(tiles: Tiles) -> int:
+    """Threads of a block: those of wgmma.cu's last four warps copy x."""
+    return 32 * (tiles.wn * tiles.wk + 4 * (tiles.wide > 0))
 
 
 def _extents(
@@ -349,6 +355,21 @@ def _bytes_shared(tiles: Tiles, x_stages: int) -> int:
     return max(rings, warps * (512 * tiles.nt + 8 * 256) if tiles.wk > 1 else 0)
 
 
+def _table_bytes(tiles: Tiles, shared: int, gpu: Gpu, *, is_few: bool) -> int:
+    """A table's pairs, twice as far apart where mma.cu's blocks of threads leave room: a code is
+    a byte of the address then."""
+    room = (gpu.shared_bytes + 1024) // tiles.blocks - 1024
+    is_roomy = is_few and not tiles.wide and shared + 2 * TABLE_BYTES <= room
+    return TABLE_BYTES * (2 if is_roomy else 1)
+
+
+def _least_bytes(tiles: Tiles, gpu: Gpu) -> int:
+    """Where several blocks of threads share a multiprocessor: what keeps another one off. More are
+    shared out unevenly while the kernel before ends (8192 x 8192, q2s/64:f16: 11.8 us, not 8.9)."""
+    shares = tiles.blocks > 1 and not tiles.wide
+    return (gpu.shared_bytes + 1024) // (tiles.blocks + 1) - 1008 if shares else 0
+
+
 def _n_bytes(tiles: Tiles, bits: int, numbers: tuple[int, int]) -> int:
     """Shared memory of a block of threads of mma_n.cu without a table. ``numbers``: bytes of a
     line's scales and offsets, whether they are copied or not."""
@@ -380,8 +401,9 @@ def _shared_bytes(tiles: Tiles, bits: int, numbers: tuple[int, int], x_rows: int
         sums = 0 if tiles.wk == 1 else warps * (512 * tiles.nt + 8 * 256)
         return max(warps * of_warp + least, sums)
     sums = tiles.wk * 8 * tiles.nt * (rows * tiles.wn + 4) * 4
-    stage = tiles.wn * rows * line + x_rows * (tiles.chunk * 2 + 64)
-    return max(tiles.wk * tiles.stages * stage, sums)
+    zeros, copies = (tiles.chunk * 2, tiles.wn if tiles.rt > 1 else 1) if x_rows == 1 else (0, 1)
+    stage = tiles.wn * rows * line + copies * x_rows * (tiles.chunk * 2 + 64)
+    return max(tiles.wk * tiles.stages * stage, sums) + zeros
 
 
 def _x_tile(tiles: Tiles) -> int:

@@ -136,10 +136,11 @@ def kind_of(scheme: QuantScheme) -> CodeKind | None:
     return CodeKind(_SIGNED if value.is_signed else _UNSIGNED, 8 if is_native else value.bits)
 
 
-def kind_of_few(scheme: QuantScheme) -> CodeKind | None:
-    """How mma.cu decodes: e2m1 by its bits, which its scale enters, not by a table of pairs."""
-    kind = kind_of(scheme)
-    if kind is None or kind.mantissa != 1:
+def kind_of_few(scheme: QuantScheme, columns: int) -> CodeKind | None:
+    """How mma.cu decodes for so many rows of x (planes counted): e2m1 by its bits, by a table of
+    pairs for 9 to 16 rows, and for fewer under e4m3, which is more work than a power of two."""
+    kind, is_costly = kind_of(scheme), columns > 8 or scheme.scale is ScaleDtype.UE4M3
+    if kind is None or kind.mantissa != 1 or (is_costly and columns <= 16):
         return kind
     return kind._replace(number=_MINIFLOAT)
 

@@ -178,6 +178,8 @@ def candidates(bits: int, columns: int) -> list[Tiles]:
             (2, 4, 2, 2, short, 2), (1, 1, 4, 2, long, 4), (2, 1, 4, 2, short, 2),
             (4, 1, 4, 2, short, 1), (1, 1, 4, 2, short, 7), (1, 1, 8, 3, short, 2),
             (1, 1, 8, 2, long, 2), (2, 7, 2, 2, short, 1), (1, 7, 2, 3, short, 1),
+            (2, 1, 6, 2, short, 2), (2, 2, 3, 2, short, 2), (2, 1, 7, 2, short, 1),
+            (2, 1, 4, 2, short, 4), (2, 1, 4, 3, short, 4), (1, 1, 4, 2, short, 4),
         ]  # fmt: skip
         return [Tiles(r, 1, wn, wk, 1, s, c, 0, b) for r, wn, wk, s, c, b in shapes]
     few = []
@@ -186,7 +188,7 @@ def candidates(bits: int, columns: int) -> list[Tiles]:
                (4, 2, 4, 2, 2, short), (2, 4, 2, 2, 3, short), (2, 2, 4, 1, 3, half),
                (2, 4, 2, 1, 2, short), (2, 2, 4, 1, 3, short), (2, 2, 6, 1, 2, short),
                (2, 2, 2, 2, 3, short), (1, 2, 4, 1, 3, short), (1, 7, 2, 1, 4, short),
-               (2, 7, 1, 1, 3, short)]  # fmt: skip
+               (2, 7, 1, 1, 3, short), (1, 4, 4, 1, 2, long)]  # fmt: skip
     elif nt <= 8:
         few = [(2, 2, 4, 1, 2, short), (2, 4, 2, 1, 2, short), (2, 2, 2, 2, 3, half),
                (4, 1, 4, 1, 2, half), (1, 4, 2, 2, 3, half), (2, 4, 2, 2, 2, half),

@@ -63,7 +63,6 @@ def tune(
 
 def _measured(scheme: str, n: int, k: int, place: torch.device) -> list[Row]:
     made = as_scheme(scheme)
-    kind = kind_of_few(made)
     weights = [weight.mT for weight in copies(scheme, n, k, place)]
     _compile(weights[0], place)
     rows = []
@@ -77,6 +76,7 @@ def _measured(scheme: str, n: int, k: int, place: torch.device) -> list[Row]:
 
         timed = sorted((time_us(tiles), tiles) for tiles in candidates(made.bits, columns))
         most_us = timed[0][0] * (_WORTH_KEEPING if columns > MOST_OF_ONE_WAY else 1)
+        kind = kind_of_few(made, columns)
         number = 0 if kind is None else kind.number
         rows += [
             Row(number, made.bits, n, k, columns, tiles, round(us, 2))
