@@ -27,12 +27,12 @@ MMA = "torch.nvrtc.mma"
 #: Rows of x in bf16, a weight (out, in), and its kernel.
 _ROWS = {
     "mma.cu": ((1, 9, 31), "q4s-32", MMA),
-    "mma.cu, table": ((2,), "nf4", MMA),
+    "mma.cu, table": ((1, 2, 16), "nf4", MMA),
     "mma.cu, zeros": ((1, 20), "u4/32:f16-zero:u4", MMA),
     "mma.cu, biases": ((9,), "u4/32:f16+bias:f16", MMA),
     "mma.cu, across bytes": ((1,), "q3s/64:f16", MMA),
     "mma.cu, powers of two": ((1, 16), "mxfp4", MMA),
-    "mma.cu, scales of e4m3": ((9,), "nvfp4", MMA),
+    "mma.cu, scales of e4m3": ((1, 9), "nvfp4", MMA),
     "wgmma.cu": ((50, 130, 300), "q4s-32", MMA),
     "wgmma.cu, table": ((200,), "nf4", MMA),
     "wgmma.cu, 8 bits": ((64,), "q8s-32", MMA),

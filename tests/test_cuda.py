@@ -433,6 +433,7 @@ PRODUCTS = (
     "q3s/64:f16", "q5s/32:bf16", "q6s/32:f16", "q7s/32:f16", "q1f/32:f16", "u4/32:f16-zero:u4",
     "u8/row:f32-zero:u8", "u4/32:f16+bias:f16", "u4/32:f16-zero:f16", "u3/32:ue8m0-zero:bf16",
     "q8s/row:f32@native", "q4s/16:ue4m3", "q3s/row:f32", "u5/32:f16-zero:u5",
+    "u4/16:f16-zero:u4", "e2m1/16:f16", "e2m1/64:ue4m3",
 )  # fmt: skip
 
 
