@@ -48,7 +48,7 @@ class Tiles(NamedTuple):
 
     def by_one_map(self) -> Tiles:
         """Such as take a CUtensorMap of ``x`` alone: of wgmma.cu where bytes.cu's are these."""
-        return self._replace(wide=1, wk=2, stages=3, blocks=1) if self.wide > 1 else self
+        return self._replace(wide=1, stages=3, blocks=1) if self.wide > 1 else self
 
     def smaller(self) -> Tiles:
         """The same with less shared memory; itself where there is nothing left to give up."""
@@ -78,15 +78,22 @@ class Row(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def tiles_of(
-    kind: int, bits: int, columns: int, n: int, k: int, gpu: str, processors: int
+    kind: int,
+    bits: int,
+    columns: int,
+    n: int,
+    k: int,
+    gpu: str,
+    processors: int,
+    most_wide: int = 2,
 ) -> Tiles:
     """The quickest tiles of the nearest measurements, with as many tiles of x as these rows need.
 
     The table holds, of a shape, one way to cut up to 32 rows, and several to cut more. Each is
     expected to take as much longer than it did there as it has more to do: see ``_work``.
-    ``gpu, processors``: its name and number of multiprocessors.
+    ``gpu, processors``: its name and number of multiprocessors. ``most_wide``: of the tiles.
     """
-    rows = table(gpu)
+    rows = tuple(row for row in table(gpu) if row.tiles.wide <= most_wide)
     most = next((c for c in sorted({r.columns for r in rows}) if c >= columns), 0)
     most = most or max(r.columns for r in rows)
 
@@ -203,10 +210,11 @@ def _by_bytes(nt: int) -> list[Tiles]:
     """Those of bytes.cu."""
     ways = []
     if 2 < nt <= 8:
-        ways = [(8, 2, 2, 3), (8, 2, 1, 3), (4, 2, 2, 4), (4, 2, 1, 4), (4, 2, 1, 6), (4, 4, 1, 2),
-                (4, 3, 1, 3), (8, 1, 2, 6)]  # fmt: skip
+        ways = [(4, 3, 1, 3), (8, 2, 2, 2), (8, 2, 2, 3), (8, 2, 1, 3), (4, 2, 2, 4)]
     elif 8 < nt <= 16:
-        ways = [(8, 1, 2, 4), (4, 2, 2, 4), (4, 2, 1, 4)]
+        ways = [(8, 1, 2, 3), (8, 1, 2, 4), (4, 2, 2, 4), (8, 2, 1, 2)]
+    elif nt <= 32:
+        ways = [(8, 1, 2, 2)] if nt > 16 else []
     return [Tiles(1, nt, wn, wk, kc, stages, 128, 2) for wn, wk, kc, stages in ways]
 
 
