@@ -213,8 +213,8 @@ def _by_bytes(nt: int) -> list[Tiles]:
         ways = [(4, 3, 1, 3), (8, 2, 2, 2), (8, 2, 2, 3), (8, 2, 1, 3), (4, 2, 2, 4)]
     elif 8 < nt <= 16:
         ways = [(8, 1, 2, 3), (8, 1, 2, 4), (4, 2, 2, 4), (8, 2, 1, 2)]
-    elif nt <= 32:
-        ways = [(8, 1, 2, 2)] if nt > 16 else []
+    elif 16 < nt <= 32:
+        ways = [(8, 1, 2, 2)]
     return [Tiles(1, nt, wn, wk, kc, stages, 128, 2) for wn, wk, kc, stages in ways]
 
 
