@@ -72,6 +72,16 @@ def _inputs(scheme: str, kinds: tuple[str, ...]) -> list[Any]:
         (_problem("matmul", "q4s", left="float16", sizes=(4096, 64, 64)), "torch.nvrtc.mma"),
         (_problem("matmul", "int8", left="float16", sizes=(4096, 64, 64)), "torch.nvrtc.mma"),
         (_problem("matmul", "nf4", left="float16", sizes=(65, 64, 64)), "torch.triton.cublas"),
+        (_problem("matmul", "nvfp4", left="float16", sizes=(65, 64, 64)), "torch.nvrtc.mma"),
+        # Under a tensor scale: f16's scales, and 448 times the largest code, are beyond float16.
+        *(
+            (_problem("matmul", each, left="float16", sizes=(65, 64, 64)), "torch.triton.cublas")
+            for each in (
+                "e2m1/16:f16/tensor:f32",
+                "e4m3/32:ue4m3/tensor:f32",
+                "u8/32:ue4m3/tensor:f32",
+            )
+        ),
         (_problem("matmul", "q4s", left="float32"), "torch.nvrtc.mma"),
         (_problem("matmul", "q4s", left="float64"), "definition.matmul"),
         (_problem("matmul", "nf4", left="float32"), "torch.nvrtc.mma"),

@@ -67,10 +67,15 @@ def most_rows(entering: str, scheme: QuantScheme, *, by_n: bool) -> int:
 
 def enters_wgmma(entering: str, scheme: QuantScheme) -> bool:
     """Whether the rounded weight may enter with ``x``: as bfloat16, or as float16 whose range holds
-    the scales of blocks."""
+    the scales of blocks and codes times them (a tensor scale leaves them their whole range)."""
+    if entering == "bfloat16":
+        return True
     is_whole = (scheme.block is None or scheme.block[-1] == -1) and scheme.offset is None
     held = scheme.scale in (ScaleDtype.F16, ScaleDtype.UE4M3)
-    return entering == "bfloat16" or (entering == "float16" and (held or is_whole))
+    if scheme.tensor_scale is not None:
+        is_small = scheme.bits <= 4 and scheme.mode is not QuantMode.LOOKUP
+        held = scheme.scale is ScaleDtype.UE4M3 and is_small
+    return entering == "float16" and (held or is_whole)
 
 
 def _why_not_by_n(entering: QuantScheme | str, scheme: QuantScheme) -> str | None:
