@@ -52,12 +52,13 @@ def matmul(a: Any, b: Any, *, out_dtype: Any = None, kernel: str | None = None) 
     if is_compiling():
         return compiled().matmul(a, b, out_dtype, kernel)
     plan = None
-    is_known = kernel is None and isinstance(out_dtype, Hashable)
+    is_known = kernel is None and (out_dtype is None or isinstance(out_dtype, Hashable))
     if is_known:
-        asked = "" if out_dtype is None else out_dtype
-        key: tuple[Hashable, ...] = (facts_of(a), facts_of(b), asked)
+        key: tuple[Hashable, ...] = (facts_of(a), facts_of(b))
         if a.__class__ is QTensor is b.__class__:  # no array among them says what watches the call
             key = (*key, facts_of(a.data))
+        if out_dtype is not None:
+            key = (*key, out_dtype)
         plan = plans().get(key)
     if plan is None:
         plan = _plan_product(a, b, out_dtype, kernel)

@@ -6,8 +6,8 @@
 // instructions, and less shared memory. A lane asks for its rows' scales of a chunk while the one before is
 // multiplied; a cache line holds those of eight chunks and more.
 //
-// The caller guarantees besides: KIND is no table, OFFSET and BATCHED are 0, CHUNK is 128, WK at most 2,
-// WK * KC more than 1; a chunk's scales of a line lie whole at multiples of their size.
+// The caller guarantees besides: KIND is no table, OFFSET and BATCHED are 0, CHUNK is 128, WK at most 2
+// (4 where X_STAGES is STAGES), WK * KC more than 1; a chunk's scales of a line lie whole at multiples of their size.
 
 constexpr int X_TILE = COLUMNS * 128, TILES = CHUNK / 64;
 constexpr int X_STAGE = TILES * X_TILE, CODE_STAGE = WN * ROWS * CHUNK;
@@ -152,18 +152,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
                      (BLOCK > CHUNK ? 0 : first_chunk * SCALE_BYTES);
     if (count > 0) ask();
   }
-  // Start address, bytes between groups of 8 rows (1024), and the 128-byte swizzle.
-  const u64 x_tiles = (u64)((x_at & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+  const u64 x_tiles = tiles_at(x_at);
   // Row g of the warp's, whose 16 bytes lie where the swizzle has the first, and the thread's place in them.
   const u32 line0 = codes_at + (warp % WN * ROWS + g) * CHUNK + g * 16 + (KIND == E4M3 ? 2 * t : t / 2 * 4);
   int stage = 0, x_stage = 0;
   u32 parity = 0, x_parity = 0;
   float acc[NT][4];
-#pragma unroll
-  for (int j = 0; j < NT; j++)
-#pragma unroll
-    for (int i = 0; i < 4; i++)  // so that none sees a constant: else ptxas (13.0) lets products wait
-      asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[j][i]));
+  clear(acc);
   for (int it = 0; it < count; it++) {
     if constexpr (IN_BLOCKS) {
       scales[0] = coming[0], scales[1] = coming[1];

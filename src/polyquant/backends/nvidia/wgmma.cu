@@ -134,17 +134,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(const __gri
   };
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) fetch();
-  // Start address, bytes between groups of 8 rows (1024), and the 128-byte swizzle.
-  const u64 x_tiles = (u64)((x_at & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+  const u64 x_tiles = tiles_at(x_at);
   int x_stage = 0;
   u32 parity = 0;
   bool begun = false;
   for (int tile = first_tile; tile < tiled.all; tile += step) {
-#pragma unroll
-    for (int j = 0; j < NT; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++)  // so that none sees a constant: else ptxas (13.0) lets products wait
-        asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[j][i]));
+    clear(acc);
     for (int it = 0; it < count; it++) {
       asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
       __syncwarp();  // all lanes' copies are here, and none is still at the chunk overwritten next

@@ -205,6 +205,22 @@ __device__ __forceinline__ u32 scaled(u32 pair, u32 factor) {
   return fma2(pair, s, fma2(s, MINUS_SIGN, MINUS_ZERO2));
 }
 
+// -- products -------------------------------------------------------------------------------------
+
+// What wgmma is told of tiles of x: where they begin, bytes between groups of 8 rows (1024), and the
+// 128-byte swizzle.
+__device__ __forceinline__ u64 tiles_at(u32 x) {
+  return (u64)((x & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+__device__ __forceinline__ void clear(float (*acc)[4]) {
+#pragma unroll
+  for (int j = 0; j < NT; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)  // so that none sees a constant: else ptxas (13.0) lets products wait
+      asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[j][i]));
+}
+
 // -- sums -----------------------------------------------------------------------------------------
 
 // Slices of k that are added up. With one, a warp puts out its own 16 rows, while what its block of

@@ -25,6 +25,7 @@ from polyquant.values import QuantStore
 _HERE = "polyquant.backends.torch.cuda"
 #: Compute capability of the oldest GPU that kernels are written for (bf16, cp.async): Ampere.
 _OLDEST = (8, 0)
+_BF16 = "bfloat16"
 _NOTHING = nullcontext()
 #: Asked at every call: torch's public question takes ten times as long.
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -175,13 +176,20 @@ def _why_not_bf16(problem: Problem) -> str | None:
     return pairing.why_not_bf16(problem) or _lacks_triton()
 
 
-def _why_not_as_rows(problem: Problem, entering: str) -> str | None:
-    """Why ``mma.cu`` does not multiply rows that the left one of two quantized operands becomes."""
+def _why_not_two(problem: Problem, entering: str) -> str | None:
+    """Why values of two quantized operands do not enter in a dtype."""
     if not isinstance(problem.a, QuantScheme) or not isinstance(problem.b, QuantScheme):
         return "it multiplies two quantized operands"
-    if entering == "bfloat16" != problem.result:
+    if entering == _BF16 != problem.result:
         return f"it rounds values to bfloat16, and the result is {problem.result or 'float32'}"
-    if problem.m * problem.k * (2 if entering == "bfloat16" else 4) > schemes.MOST_BYTES:
+    return None
+
+
+def _why_not_as_rows(problem: Problem, entering: str) -> str | None:
+    """Why ``mma.cu`` does not multiply rows that the left one of two quantized operands becomes."""
+    if reason := _why_not_two(problem, entering):
+        return reason
+    if problem.m * problem.k * (2 if entering == _BF16 else 4) > schemes.MOST_BYTES:
         return "the left operand's values may take more than 256 MB"
     rows = problem._replace(a=entering, layout=(None, *problem.layout[1:]))
     return _why_not_scheme(problem.a) or _why_not_mma(rows)
@@ -190,7 +198,7 @@ def _why_not_as_rows(problem: Problem, entering: str) -> str | None:
 def _why_not_rows_bf16(problem: Problem) -> str | None:
     if pairing.are_quicker(problem, has_wgmma=_lacks_wgmma() is None):
         return "codes as they are are multiplied sooner"
-    return _why_not_as_rows(problem, "bfloat16")
+    return _why_not_as_rows(problem, _BF16)
 
 
 def _why_not_rows_f32(problem: Problem) -> str | None:
@@ -202,11 +210,7 @@ def _why_not_rows_f32(problem: Problem) -> str | None:
 
 
 def _why_not_cublas_bf16(problem: Problem) -> str | None:
-    if not isinstance(problem.a, QuantScheme) or not isinstance(problem.b, QuantScheme):
-        return "it multiplies two quantized operands"
-    if problem.result != "bfloat16":
-        return f"it rounds values to bfloat16, and the result is {problem.result or 'float32'}"
-    return _why_not_cublas(problem)
+    return _why_not_two(problem, _BF16) or _why_not_cublas(problem)
 
 
 def _why_not_mma(problem: Problem) -> str | None:
@@ -275,7 +279,6 @@ def tune(device: str) -> Any:
 _FP8 = _product("paired", "matmul_fp8")
 _BLOCKWISE = _product("blockwise", "matmul")
 _WIDE = _product("wide", "matmul")
-_BF16 = "bfloat16"
 _ROWS_BF16, _IN_BF16 = _product("mma", "matmul_bf16"), _product("products", "matmul_bf16")
 KERNELS = (
     Kernel("torch.nvrtc.mma", "matmul", _why_not_mma, _product("mma", "matmul")),
