@@ -155,16 +155,17 @@ Failure find_kernel(const std::string& digest, int shared, size_t argument, void
 
 struct Launch {
   std::string kernel;
-  Numbers launch, argument, places, map;
+  Numbers launch, argument, places, maps;
 };
 
 constexpr size_t kMostArgument = 4096 / 8;  // of a kernel, in int64
+constexpr size_t kMostMaps = 2, kOfMap = 8;  // tensor maps of a launch, numbers of each
 
 Failure read(const xla::Attributes& given, Launch* out) {
   const std::pair<const char*, Numbers*> wanted[] = {{"launch", &out->launch},
                                                      {"argument", &out->argument},
                                                      {"places", &out->places},
-                                                     {"map", &out->map}};
+                                                     {"maps", &out->maps}};
   if (!xla::is_readable(given)) return refuse("The custom call's attributes are not readable.");
   int found = 0;
   for (int64_t i = 0; i < given.count; ++i) {
@@ -177,9 +178,9 @@ Failure read(const xla::Attributes& given, Launch* out) {
     for (auto [name, numbers] : wanted)
       found += xla::is_named(given.names[i], name) && xla::read_numbers(given, i, numbers);
   }
-  if (found != 5) return refuse("The custom call takes kernel, launch, argument, places and map.");
+  if (found != 5) return refuse("The custom call takes kernel, launch, argument, places and maps.");
   if (out->launch.size != 8 || out->argument.size == 0 || out->argument.size > kMostArgument ||
-      out->places.size % 2 != 0 || (out->map.size != 0 && out->map.size != 8))
+      out->places.size % 2 != 0 || out->maps.size % kOfMap != 0 || out->maps.size > kMostMaps * kOfMap)
     return refuse("An attribute of the custom call has the wrong number of numbers.");
   for (size_t i = 0; i < 8; ++i)
     if (out->launch[i] < (i < 7) || out->launch[i] > INT32_MAX)
@@ -214,15 +215,16 @@ Failure fill(const xla::Frame& frame, const Launch& given, unsigned char* argume
 
 // A tensor map, which the driver makes.
 struct Map {
-  int64_t offset = -1;
-  void* address = nullptr;
+  int64_t offset;
+  void* address;
   uint64_t extents[3], strides[2];
   unsigned box[3];
 };
 
-Failure read_map(const xla::Frame& frame, const Launch& given, Map* out) {
-  const Numbers& map = given.map;
-  if (map.size == 0) return {};
+// `first`: of its numbers.
+Failure read_map(const xla::Frame& frame, const Launch& given, size_t first, Map* out) {
+  int64_t map[kOfMap];
+  for (size_t i = 0; i < kOfMap; ++i) map[i] = given.maps[first + i];
   const int64_t bytes = static_cast<int64_t>(given.argument.size) * 8;
   if (map[0] < 0 || map[0] % int64_t{kMapAlignment} != 0 || map[0] > bytes - int64_t{kMapBytes})
     return refuse("The tensor map lies outside of the kernel's argument.");
@@ -252,10 +254,12 @@ struct Entered {
 Failure run(const xla::Frame& frame, const Launch& given, void* stream) {
   const bool is_launch = frame.stage != xla::kInitialize;
   alignas(kMapAlignment) unsigned char argument[kMostArgument * 8];
-  Map map;
+  Map maps[kMostMaps];
+  const size_t count = given.maps.size / kOfMap;
   if (is_launch) {
     PQ_TRY(fill(frame, given, argument));
-    PQ_TRY(read_map(frame, given, &map));
+    for (size_t i = 0; i < count; ++i)
+      PQ_TRY(read_map(frame, given, i * kOfMap, &maps[i]));
   }
   const Driver& cuda = driver();
   if (!cuda.is_whole)
@@ -270,7 +274,8 @@ Failure run(const xla::Frame& frame, const Launch& given, void* stream) {
   void* function = nullptr;
   PQ_TRY(find_kernel(given.kernel, shared, given.argument.size * 8, &function));
   if (!is_launch) return {};
-  if (map.offset >= 0) {
+  for (size_t i = 0; i < count; ++i) {
+    const Map& map = maps[i];
     const unsigned ones[3] = {1, 1, 1};
     PQ_TRY(check(cuda.tensor_map(argument + map.offset, kBfloat16, 3, map.address, map.extents,
                                  map.strides, map.box, ones, 0, kSwizzle128, kPromoteTo256, 0),

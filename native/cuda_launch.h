@@ -29,8 +29,9 @@ void keep_cuda_kernel(const std::string& digest, std::string code, std::string f
 //   argument: the argument's bytes, as int64.
 //   places: pairs of an offset in the argument and the number of the buffer whose address goes
 //       there, operands first.
-//   map: nothing, or a CUtensorMap of bf16 in three axes with the 128-byte swizzle: its offset and
-//       buffer, extents from the last axis on, bytes between lines of the others, and rows of a tile (of 64 values).
+//   maps: of each CUtensorMap (two at most; of bf16 in three axes, with the 128-byte swizzle) its
+//       offset in the argument and its buffer, extents from the last axis on, bytes between lines of
+//       the others, and rows of a tile (of 64 values).
 // It only enqueues, on XLA's stream.
 xla::Error* cuda_launch(xla::Frame* frame);
 

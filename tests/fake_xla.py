@@ -16,7 +16,7 @@ GOOD = {
     "launch": np.array([2, 1, 1, 1, 1, 1, 128, 0]),
     "argument": np.zeros(5, np.int64),
     "places": np.array([0, 0, 8, 1]),
-    "map": np.zeros(0, np.int64),
+    "maps": np.zeros(0, np.int64),
 }
 
 P = ctypes.c_void_p

@@ -218,7 +218,8 @@ def _check_call(call: dict[str, Any]) -> None:
     """Every buffer has a place of its own, inside of the argument."""
     size = call["argument"].nbytes
     places = call["places"].reshape(-1, 2)
-    numbers = [*places[:, 1], *call["map"][1:2]]
+    maps = call["maps"].reshape(-1, 8)
+    numbers = [*places[:, 1], *maps[:, 1]]
     assert sorted(numbers) == list(range(len(call["arrays"])))
     assert len(set(places[:, 0])) == len(places)
     assert ((places[:, 0] >= 0) & (places[:, 0] <= size - 8) & (places[:, 0] % 8 == 0)).all()
@@ -226,9 +227,22 @@ def _check_call(call: dict[str, Any]) -> None:
     grid, cluster, threads, shared = np.split(call["launch"][:8], (3, 6, 7))
     assert (grid > 0).all() and (grid % cluster == 0).all()
     assert threads % 32 == 0 and threads <= 1024 and shared <= launch._ABSENT.shared_bytes
-    if call["map"].size:
-        batch, rows, k = call["arrays"][0].shape
-        assert call["map"].tolist()[2:7] == [k, rows, batch, 2 * k, 2 * k * rows]
+    for _, number, *numbers in maps.tolist():
+        *batch, rows, line = call["arrays"][number].shape  # of bf16, or bytes of codes
+        k = line if number == 0 else line // 2
+        assert numbers[:5] == [k, rows, *(batch or [1]), 2 * k, 2 * k * rows]
+
+
+@pytest.mark.parametrize(("scheme", "maps"), [("q8s-row", 2), ("mxfp8", 2), ("q4s", 1)])
+def test_tiles_of_8_bits_are_copied_as_those_of_x(
+    scheme: str, maps: int, launched: list[dict[str, Any]]
+) -> None:
+    q = jax.eval_shape(lambda: weight(scheme, 384, 512).mT)
+    x = jax.ShapeDtypeStruct((100, 512), "bfloat16")
+    jax.jit(lambda x, q: KERNEL.run(x, q, x.dtype)).trace(x, q).lower(lowering_platforms=("cuda",))
+    (call,) = launched
+    assert call["maps"].size == 8 * maps
+    _check_call(call)
 
 
 def test_what_was_traced_for_a_gpu_runs_elsewhere_too(launched: list[dict[str, Any]]) -> None:

@@ -130,7 +130,8 @@ WRONG = (
     ({"argument": np.zeros(0, np.int64)}, "wrong number of numbers"),
     ({"argument": np.zeros(1000, np.int64)}, "wrong number of numbers"),
     ({"places": np.zeros(3, np.int64)}, "wrong number of numbers"),
-    ({"map": np.zeros(3, np.int64)}, "wrong number of numbers"),
+    ({"maps": np.zeros(3, np.int64)}, "wrong number of numbers"),
+    ({"maps": np.zeros(24, np.int64)}, "wrong number of numbers"),
 )
 
 
@@ -150,10 +151,10 @@ def test_nonsense_is_refused_in_a_sentence() -> None:
     for trial in range(400):
         caller = Caller()
         given = dict(GOOD)
-        for name in ("launch", "argument", "places", "map"):
+        for name in ("launch", "argument", "places", "maps"):
             if chance.random() < 0.3:
-                numbers = [chance.choice((-1, 0, 1, 8, 128, 2**40, -(2**63))) for _ in range(9)]
-                given[name] = np.array(numbers[: chance.randrange(10)], np.int64)
+                numbers = [chance.choice((-1, 0, 1, 8, 128, 2**40, -(2**63))) for _ in range(17)]
+                given[name] = np.array(numbers[: chance.randrange(18)], np.int64)
         if chance.random() < 0.1:
             del given[chance.choice(sorted(given))]
         frame = Frame(ctypes.sizeof(Frame), None, ctypes.addressof(caller.api), None)
@@ -318,7 +319,8 @@ def test_what_the_driver_is_asked(tmp_path: Path) -> None:
     assert found["argument"] == [64, 7, 32, 9]
     assert found["mapped"] == [9, 3, 3, 48, [320, 30, 2], [640, 19200], [64, 24, 1]]
     assert found["in_place"] == [0x5A, 9]
-    assert found["single"] == [0, 3]
+    assert found["twice"] == [32, [64, 9, 1], [64, 16, 1], 0x5A, 0x5A, [64, 9]]
+    assert found["single"] == [0, 4]
     assert found["huge"] == [1, [1 << 30] * 3]
     assert (
         found["refused"] == "cuLaunchKernelEx of the CUDA driver answered CUDA_ERROR_OUT_OF_MEMORY."

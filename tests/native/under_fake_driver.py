@@ -42,7 +42,7 @@ def call(stage: int = 3, **given: Any) -> str | None:
         "launch": np.array([5, 6, 8, 1, 1, 8, 256, 4096]),
         "argument": np.array([1, 7, 2, 9]),
         "places": np.array([0, 2, 16, 1]),
-        "map": np.zeros(0, np.int64),
+        "maps": np.zeros(0, np.int64),
     } | given
     buffers = [Buffer(48, None, 11, place, 1, None) for place in (48, 32, 64)]
     places = [(P * 2)(*map(ctypes.addressof, buffers[:2])), (P * 1)(ctypes.addressof(buffers[2]))]
@@ -87,10 +87,16 @@ found["argument"] = words(0, 4)
 compiled().keep_cuda_kernel("mapped", b"cubin", "matmul", 160)
 argument = np.array([0] * 17 + [9, 0, 0])
 tiles = np.array([0, 0, 320, 30, 2, 640, 19200, 24])
-call(kernel="mapped", argument=argument, places=np.array([144, 1]), map=tiles)
+call(kernel="mapped", argument=argument, places=np.array([144, 1]), maps=tiles)
 found["mapped"] = [note.map_type, note.map_rank, note.map_swizzle, note.map_address]
 found["mapped"] += [list(note.map_extents), list(note.map_strides), list(note.map_box)]
 found["in_place"] = [note.argument[127], words(17, 1)[0]]
+compiled().keep_cuda_kernel("twice", b"cubin", "matmul", 288)
+tiles = np.concatenate([tiles, np.array([128, 1, 64, 9, 1, 128, 1152, 16])])
+argument = np.array([0] * 32 + [0, 9, 0, 0])
+call(kernel="twice", argument=argument, places=np.array([256, 2]), maps=tiles)
+found["twice"] = [note.map_address, list(note.map_extents), list(note.map_box)]
+found["twice"] += [note.argument[127], note.argument[255], words(32, 2)]
 call(launch=np.array([5, 6, 1, 1, 1, 1, 256, 4096]))
 found["single"] = [note.attributes, note.launches]
 call(launch=np.array([5, 6, 8, *[1 << 30] * 3, 256, 4096]))  # whose product is 2^90

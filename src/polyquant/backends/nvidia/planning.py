@@ -111,12 +111,11 @@ def tiles_for(
     given: Tiles | None = None,
     *,
     by_n: bool,
-    most_wide: int = 2,
 ) -> Tiles:
     """The tiles given, or those of the table, as far as the product allows.
 
     ``sizes``: m, n, k. ``entering``: the dtype of x. ``by_n``: whether the weight is stored
-    (in, out). ``most_wide``: 1 without bytes.cu.
+    (in, out).
     """
     m, n, k = sizes
     columns = m * PLANES[entering]
@@ -128,7 +127,7 @@ def tiles_for(
         return given or columns_of(bits, m, n, gpu.capability, has_table=has_table)
     tiles = given
     if tiles is None:
-        most_wide = min(most_wide, 2 if scheme.offset is None else 1)
+        most_wide = _BYTES if scheme.offset is None else 1
         tiles = tiles_of(number, bits, columns, n, k, gpu.name, gpu.processors, most_wide)
         tiles = _for_blocks(tiles, scheme)
     return _fitting(tiles, scheme, entering, gpu)

@@ -18,7 +18,7 @@ import numpy as np
 from polyquant.backends.jax import handlers
 from polyquant.backends.jax.cuda import capability_of
 from polyquant.backends.nvidia import SOURCES, Gpu
-from polyquant.backends.nvidia.planning import Code, Operands, Plan, Tiled
+from polyquant.backends.nvidia.planning import Code, Doubly, Operands, Plan, Tiled
 
 _TARGET = "polyquant_cuda_launch"
 #: What plans are made for where JAX sees no GPU: they are lowered, and cannot run.
@@ -66,17 +66,23 @@ def launch(
     """The result of a product's kernel. ``arrays``: by the names of the argument's addresses, x and
     those that there are; ``extents``: of x, products of the batch first."""
     argument: ctypes.Structure = operands
-    begin, tiles = 0, []
+    begin, names, mapped = 0, [*arrays, "y"], {}
     if plan.map_rows:
-        argument = Tiled((ctypes.c_uint8 * 128)(), operands, *plan.blocks)
-        begin = Tiled.operands.offset
-        lines = [_BYTES_OF_BF16 * extents[2] * each for each in (1, extents[1])]
-        tiles = [Tiled.x.offset, 0, *reversed(extents), *lines, plan.map_rows]
-    names = [*arrays, "y"]
+        mapped["x"] = (extents, plan.map_rows)
+    if plan.map_lines:  # pairs of codes
+        mapped["codes"] = ((1, operands.n, operands.code_line // _BYTES_OF_BF16), plan.map_lines)
+    kind = Doubly if plan.map_lines else Tiled
+    if mapped:
+        rooms = ((ctypes.c_uint8 * 128)() for _ in mapped)
+        argument, begin = kind(*rooms, operands, *plan.blocks), kind.operands.offset
+    maps = [
+        (getattr(kind, name).offset, names.index(name), *_tiles(*given))
+        for name, given in mapped.items()
+    ]
     places = [
         (begin + getattr(Operands, name).offset, number)
         for number, name in enumerate(names)
-        if name != "x" or not plan.map_rows
+        if name not in mapped
     ]
     size = ctypes.sizeof(argument)
     capability = gpu_here().capability
@@ -87,8 +93,15 @@ def launch(
         launch=_numbers((*plan.grid, *plan.cluster, plan.threads, plan.shared_bytes)),
         argument=np.frombuffer(bytes(argument), np.int64),
         places=_numbers([each for pair in places for each in pair]),
-        map=_numbers(tiles),
+        maps=_numbers([each for numbers in maps for each in numbers]),
     )
+
+
+def _tiles(extents: tuple[int, int, int], rows: int) -> tuple[int, ...]:
+    """How tiles of so many rows are copied of an array of bf16: its extents from the last on, bytes
+    between lines of the others, and the rows."""
+    line = _BYTES_OF_BF16 * extents[2]
+    return *reversed(extents), line, line * extents[1], rows
 
 
 def _numbers(given: Sequence[int]) -> Any:

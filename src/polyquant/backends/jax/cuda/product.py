@@ -58,7 +58,7 @@ def _launched(x: Array, weight: QTensor, kind: Any) -> Array:
     entering, gpu = str(x.dtype), gpu_here()
     splits = scheme.mode is QuantMode.LOOKUP and entering == "float32"
     out = str(kind) if str(kind) in planning.OUT and not splits else "float32"
-    tiles = planning.tiles_for(scheme, (m, n, k), entering, gpu, by_n=by_n, most_wide=1)
+    tiles = planning.tiles_for(scheme, (m, n, k), entering, gpu, by_n=by_n)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -k % 8)))
     if entering == "float32":
         x = split_planes(x)
